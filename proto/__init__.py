@@ -1,0 +1,1 @@
+"""Generated gRPC contracts (`proto.*_pb2`) and the one place that serves and dials them."""
