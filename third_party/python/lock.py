@@ -23,9 +23,9 @@ import tempfile
 _HERE = pathlib.Path(__file__).resolve().parent
 _VERSIONS = {
     "main": ["3.11"],
-    "main.rocm": ["3.11"],
+    "main.rocm": ["3.11", "3.12", "3.13"],
     "engine": ["3.11"],
-    "engine.rocm": ["3.11"],
+    "engine.rocm": ["3.11", "3.12", "3.13"],
     "harness": ["3.12", "3.13"],
 }
 
