@@ -1,4 +1,4 @@
-"\ue000""Chat template: deltas join into what one rendering gives, and content cannot forge turns."\ue000""
+"""Chat template: deltas join into what one rendering gives, and content cannot forge turns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SPECIALS = ["<pad>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", 
 
 
 def write_model(folder: Path, template: str) -> Path:
-    "\ue000""A byte-level tokenizer without merges, ids of special tokens first."\ue000""
+    """A byte-level tokenizer without merges, ids of special tokens first."""
     vocab = {token: i for i, token in enumerate(SPECIALS)}
     for char in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocab[char] = len(vocab)
@@ -98,7 +98,9 @@ def test_deltas_join_into_one_rendering(
     assert sum(mask) == sum(len(chat.encode_text(a)) + 1 for a in answers[: len(questions)])
 
 
-@given(st.lists(st.sampled_from([*SPECIALS, "x", "\n", "\ue000", "\ue000"]), max_size=6).map("\ue000".join))
+@given(
+    st.lists(st.sampled_from([*SPECIALS, "x", "\n", "\ue000", "\ue001"]), max_size=6).map("".join)
+)
 @settings(max_examples=60, deadline=None)
 def test_special_text_in_content_is_text(chat: ChatTemplate, content: str) -> None:
     harmless = chat.encode_delta(
@@ -116,7 +118,7 @@ def test_decode_drops_one_trailing_stop_id_only(chat: ChatTemplate) -> None:
     ids = chat.encode_text("ls -la")
     assert chat.decode([*ids, chat.end_of_turn_id]) == "ls -la"
     assert chat.decode(ids) == "ls -la"
-    assert chat.decode([]) == "\ue000"
+    assert chat.decode([]) == ""
 
 
 def test_unusable_folders_are_named(tmp_path: Path) -> None:
