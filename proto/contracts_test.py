@@ -10,7 +10,7 @@ import pytest
 
 from proto import contracts
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module", name="compiled")

@@ -1,0 +1,1 @@
+"""The front door: recipes, the supervisor of local processes, the job, its progress and its report."""

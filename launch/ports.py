@@ -1,0 +1,40 @@
+"""Chooses the loopback ports of a run, once, so that a restarted process comes back where it was."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from launch.errors import UsageError
+
+
+def choose_ports(names: Sequence[str], base_port: int) -> dict[str, int]:
+    """A port for each name: base_port, base_port + 1, ... or free ones when base_port is 0.
+
+    Raises UsageError naming the port and its process when one is taken.
+    """
+    if base_port == 0:
+        return _free_ports(names)
+    ports = {name: base_port + index for index, name in enumerate(names)}
+    for name, port in ports.items():
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError as error:
+                raise UsageError(
+                    f"port {port} for {name} is in use: end what listens there, or set "
+                    "--run.base_port to another base (0 takes free ports)"
+                ) from error
+    return ports
+
+
+def _free_ports(names: Sequence[str]) -> dict[str, int]:
+    sockets = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in names]
+    try:
+        for opened in sockets:
+            opened.bind(("127.0.0.1", 0))
+        return {name: opened.getsockname()[1] for name, opened in zip(names, sockets, strict=True)}
+    finally:
+        for opened in sockets:
+            opened.close()

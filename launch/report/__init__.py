@@ -1,0 +1,1 @@
+"""report.html of a run: `data` reads the run directory, `figures` draws, `page` lays out."""
