@@ -23,7 +23,6 @@ from typing import Any
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_MESSAGE_BYTES = 16 * 2**20
@@ -138,6 +137,9 @@ class Server:
         service_names: Sequence[str],
     ) -> None:
         """Args: register adds the servicers; service_names are their full proto names."""
+        # Clients import this module too, in an environment that serves nothing.
+        from grpc_reflection.v1alpha import reflection
+
         self._config = config
         interceptors = []
         host, _ = split_address(config.listen)
