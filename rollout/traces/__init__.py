@@ -1,0 +1,1 @@
+"""Traces: training text as TokenSequence records (see README.md)."""
