@@ -10,7 +10,7 @@ def main(argv: list[str]) -> int:
     """Translates Bazel's test environment into pytest's arguments and runs it."""
     env = os.environ
     args = ["-p", "no:cacheprovider", "--rootdir=.", "--import-mode=importlib", "-ra"]
-    args += ["-o", "asyncio_mode=auto"]
+    args += ["-o", "asyncio_mode=auto", "-o", "asyncio_default_fixture_loop_scope=function"]
     if "XML_OUTPUT_FILE" in env:
         args += ["--junitxml=" + env["XML_OUTPUT_FILE"], "-o", "junit_family=xunit1"]
     if env.get("TEST_TMPDIR"):

@@ -47,6 +47,8 @@ ENVS: Dict[str, Env] = {
     "engine": Env(("3.11",), "SWE_RL_PYTHON"),
     "harness": Env(("3.12", "3.13"), "SWE_RL_HARNESS_PYTHON"),
 }
+# An accelerator image's interpreter is whatever its torch was built for.
+_SYSTEM_SITE_VERSIONS = ("3.11", "3.12", "3.13")
 
 
 class VenvError(Exception):
@@ -74,13 +76,17 @@ def _candidates(env: Env) -> List[str]:
     return [path for path in found if path]
 
 
-def find_interpreter(name: str) -> str:
+def find_interpreter(name: str, system_site: bool = False) -> str:
     """Finds the base interpreter of environment `name`.
+
+    With `system_site` its packages matter, so plain `python3` is tried first.
 
     Raises:
         VenvError: none was found, or the one named by the override is unusable.
     """
     env = ENVS[name]
+    if system_site:
+        env = env._replace(versions=_SYSTEM_SITE_VERSIONS)
     wanted = " or ".join(env.versions)
     override = os.environ.get(env.override)
     if override:
@@ -92,7 +98,8 @@ def find_interpreter(name: str) -> str:
                 f"the {name} environment needs Python {wanted}. Point {env.override} at one."
             )
         return os.path.realpath(path)
-    for path in _candidates(env):
+    candidates = _candidates(env)
+    for path in reversed(candidates) if system_site else candidates:
         if _run_version(path) in env.versions:
             return os.path.realpath(path)
     raise VenvError(
@@ -137,7 +144,7 @@ def make(name: str, lock: str, system_site: bool = False) -> str:
     Raises:
         VenvError: there is no interpreter, or pip refused the lock.
     """
-    python = find_interpreter(name)
+    python = find_interpreter(name, system_site)
     cache = os.environ.get("SWE_RL_VENV_CACHE") or os.path.expanduser("~/.cache/swe_rl/venv")
     venv = os.path.join(cache, name + "-" + _key(lock, python, system_site))
     venv_python, complete = os.path.join(venv, "bin", "python3"), os.path.join(venv, ".complete")
