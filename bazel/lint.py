@@ -1,8 +1,9 @@
-"""Every check of the source that is not a test: `./bazelw run //:lint [-- --fix]`.
+"""Every check of the source that is not a test: `./bazelw run //:lint [-- --fix] [PATH...]`.
 
 Formatting and rules (ruff), types (mypy), C++ formatting (clang-format), BUILD formatting
 (buildifier, where it is on PATH), and that each `slow = True` test is in //tests:slow.
---fix formats and applies the safe fixes first. Files that git ignores are not read.
+--fix formats and applies the safe fixes first. Paths limit what is formatted and reported on;
+types are always checked in whole top-level packages. Files that git ignores are not read.
 """
 
 import argparse
@@ -28,34 +29,43 @@ def _tracked(root: pathlib.Path) -> list[str]:
 
 
 def _ok(command: list[str], cwd: pathlib.Path, **variables: str) -> bool:
-    return subprocess.run(command, cwd=cwd, check=False, env={**os.environ, **variables}).returncode == 0
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, cwd=cwd, check=False, env=environment).returncode == 0
 
 
 def _ruff(root: pathlib.Path, files: list[str], fix: bool) -> bool:
     python = [f for f in files if f.endswith((".py", ".pyi"))]
     ruff = str(_BIN / "ruff")
+    if not python:
+        return True
     flags = ["--fix"] if fix else []
-    checked = _ok([ruff, "check", "--quiet", *flags, *python], root)
-    return _ok([ruff, "format", "--quiet", *([] if fix else ["--diff"]), *python], root) and checked
+    checked = _ok([ruff, "check", "--quiet", "--output-format=concise", *flags, *python], root)
+    return (
+        _ok([ruff, "format", "--quiet", *([] if fix else ["--check"]), *python], root) and checked
+    )
 
 
 def _mypy(root: pathlib.Path, files: list[str], fix: bool) -> bool:
     """Checks a copy of the tree in which the generated protobuf modules lie where they belong."""
     del fix
-    protos = [f for f in files if f.endswith(".proto")]
-    # Typeshed-free modules that pyproject.toml skips need no copy of their own.
+    tracked = _tracked(root)
+    protos = [f for f in tracked if f.endswith(".proto")]
     with tempfile.TemporaryDirectory(prefix="swe_rl_lint.") as folder:
         stage = pathlib.Path(folder)
-        python = [f for f in files if f.endswith((".py", ".pyi")) and "/" in f]
+        python = [f for f in tracked if f.endswith((".py", ".pyi")) and "/" in f]
         python = [f for f in python if not f.startswith("third_party/")]
         for name in python:
             (stage / name).parent.mkdir(parents=True, exist_ok=True)
             (stage / name).symlink_to(root / name)
-        generated = ["--pyi_out=" + folder, "--python_out=" + folder, "--proto_path=."]
+        generated = ["--pyi_out=" + folder, "--grpc_python_out=" + folder, "--proto_path=."]
         protoc = [sys.executable, "-m", "bazel.grpc_protoc", *generated, *protos]
         if protos and not _ok(protoc, root):
             return False
-        packages = sorted({n.partition("/")[0] for n in python})
+        for path in stage.rglob("*_pb2_grpc.py"):
+            path.write_text("# mypy: ignore-errors\n" + path.read_text())
+        packages = sorted({n.partition("/")[0] for n in set(python) & set(files)})
+        if not packages:
+            return True
         command = [sys.executable, "-m", "mypy", "--config-file", str(root / "pyproject.toml")]
         command += ["--cache-dir", str(root / ".mypy_cache"), "--no-error-summary"]
         for package in packages:
@@ -128,6 +138,7 @@ def main(argv: list[str]) -> int:
     """Runs every check; 1 when any fails."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--fix", action="store_true", help="format and apply safe fixes")
+    parser.add_argument("paths", nargs="*", help="files and folders, from the root; default: all")
     parser.add_argument("--only", choices=sorted(_CHECKS), help="run one check")
     args = parser.parse_args(argv)
     workspace = os.environ.get("BUILD_WORKSPACE_DIRECTORY")
@@ -135,6 +146,9 @@ def main(argv: list[str]) -> int:
         parser.error("start it with `./bazelw run //:lint`")
     root = pathlib.Path(workspace)
     files = _tracked(root)
+    if args.paths:
+        within = tuple(p.rstrip("/") for p in args.paths)
+        files = [f for f in files if any(f == p or f.startswith(p + "/") for p in within)]
     failed = []
     for name, check in _CHECKS.items():
         if args.only in (None, name) and not check(root, files, args.fix):

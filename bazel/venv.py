@@ -59,7 +59,9 @@ def _run_version(python: str) -> Optional[str]:
     """Returns "3.12" for an interpreter that starts, None for one that does not."""
     code = "import sys; print('%d.%d' % sys.version_info[:2])"
     try:
-        done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [python, "-I", "-c", code], capture_output=True, text=True, timeout=60, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
@@ -71,7 +73,9 @@ def _candidates(env: Env) -> List[str]:
     pyenv = os.environ.get("PYENV_ROOT") or os.path.expanduser("~/.pyenv")
     for version in env.versions:
         found.append(shutil.which("python" + version))
-        found += sorted(glob.glob(os.path.join(pyenv, "versions", version + ".*", "bin", "python3")))
+        found += sorted(
+            glob.glob(os.path.join(pyenv, "versions", version + ".*", "bin", "python3"))
+        )
     found.append(shutil.which("python3"))
     return [path for path in found if path]
 
@@ -120,7 +124,9 @@ def _key(lock: str, python: str, system_site: bool) -> str:
             "; print(sorted('%s==%s' % (d.metadata['Name'], d.version) for d in distributions()))"
         )
     parts += [python, str(system_site)]
-    parts.append(subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout)
+    parts.append(
+        subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout
+    )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -128,10 +134,17 @@ def _checked(command: List[str], failure: str) -> None:
     """Runs a command; raises with the last lines of its output when it fails."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        check=False,
     )
     if done.returncode:
-        lines = [line for line in done.stdout.splitlines() if not line.startswith("WARNING: Location")]
+        lines = [
+            line for line in done.stdout.splitlines() if not line.startswith("WARNING: Location")
+        ]
         tail = "\n".join(lines[-15:])
         raise VenvError(f"{failure} (exit status {done.returncode}):\n{tail}")
 

@@ -5,14 +5,26 @@ first on the path, a dependency that imports either would get ours. Every such i
 three environments is found by reading their sources; each one that stands has a reason here.
 """
 
+import os
 import pathlib
 import re
 import subprocess
 
 import pytest
+
 from bazel import environments
 
-_OURS = ("bazel", "kernels", "launch", "proto", "rollout", "sandbox", "tests", "trainer", "weightsync")
+_OURS = (
+    "bazel",
+    "kernels",
+    "launch",
+    "proto",
+    "rollout",
+    "sandbox",
+    "tests",
+    "trainer",
+    "weightsync",
+)
 _NAMES = "|".join(_OURS)
 _IMPORT = re.compile(
     rf"^[ \t]*(?:from[ \t]+({_NAMES})(?:\.[\w.]+)?[ \t]+import\b"
@@ -24,7 +36,7 @@ _IMPORT = re.compile(
 _ALLOWED = {
     ("kernels", "transformers/"): (
         "optional: guarded by is_kernels_available(), which asks for the distribution's version, "
-        "or by `except ImportError` on names that ours lacks; test_transformers_... proves it"
+        "or by `except ImportError` on names that ours lacks; a test below proves it"
     ),
     ("kernels", "sglang/kernels/ops/attention/flash_attention_v3.py"): (
         "FlashAttention 3 on Hopper, inside a try that falls back to sgl_kernel's"
@@ -65,8 +77,10 @@ def test_no_package_is_installed_under_our_names(env: str) -> None:
     assert not taken
 
 
-def test_transformers_does_not_take_ours_for_hugging_faces_kernels() -> None:
-    """`main` builds a model with our kernels/ importable; see _ALLOWED."""
+def test_transformers_does_not_take_ours_for_hugging_faces_kernels(tmp_path: pathlib.Path) -> None:
+    """`main` imports a model with a package named kernels/ on the path; see _ALLOWED."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").touch()
     code = (
         "import kernels\n"
         "from transformers.utils import is_kernels_available\n"
@@ -74,4 +88,5 @@ def test_transformers_does_not_take_ours_for_hugging_faces_kernels() -> None:
         "assert not is_kernels_available() and not hub_kernels._kernels_available\n"
         "from transformers import Qwen3MoeForCausalLM\n"
     )
-    subprocess.run([environments.PYTHON["main"], "-W", "ignore", "-c", code], check=True)
+    command = [environments.PYTHON["main"], "-W", "ignore", "-c", code]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})

@@ -9,6 +9,7 @@ from concurrent import futures
 
 import grpc
 import pytest
+
 from bazel.macros_test import echo_pb2, echo_pb2_grpc
 
 ENV = os.environ["EXPECTED_ENV"]

@@ -3,6 +3,7 @@
 import subprocess
 
 import pytest
+
 from bazel import environments
 
 

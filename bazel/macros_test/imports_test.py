@@ -1,0 +1,22 @@
+"""What each environment is for imports in it; minutes of importing, so not in `//...`."""
+
+import subprocess
+
+import pytest
+
+from bazel import environments
+
+
+@pytest.mark.parametrize(
+    ("env", "modules"),
+    [
+        ("main", "torch, triton, transformers, megatron.core, mbridge, grpc_tools, e2b"),
+        ("main", "tensorboard, matplotlib, hypothesis, aiohttp, libcst, pyarrow, zstandard"),
+        ("engine", "torch, sglang, grpc, google.protobuf, xgrammar"),
+        ("harness", "harbor, harbor.trial.trial, minisweagent, grpc, google.protobuf"),
+    ],
+    ids=["trainer", "tools", "engine", "harness"],
+)
+def test_imports(env: str, modules: str) -> None:
+    command = [environments.PYTHON[env], "-W", "ignore", "-c", "import " + modules]
+    subprocess.run(command, check=True)
