@@ -30,7 +30,9 @@ _VERSIONS = {
 }
 
 
-def _report(python: str, requirements: list[str], constraints: list[str], *flags: str) -> list[dict]:
+def _report(
+    python: str, requirements: list[str], constraints: list[str], *flags: str
+) -> list[dict]:
     """Returns pip's planned installs for `requirements` under one interpreter."""
     if not requirements:
         return []
