@@ -1,0 +1,102 @@
+"""Brings what the services counted and recorded into `metrics/`, for the report.
+
+Owner of `metrics/attempts.jsonl` and `metrics/counters.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from launch.evaluation import cause_name, load_evaluations
+from launch.run_directory import write_json
+from proto import rollout_pb2
+from rollout.client import RolloutClient
+
+if TYPE_CHECKING:
+    from launch.deploy import Deployment
+
+_HTTP_TIMEOUT_S = 10.0
+_PARTS = ("environment", "model", "tool", "verifier", "overhead")
+
+
+def attempt_row(summary: rollout_pb2.AttemptSummary) -> dict[str, Any]:
+    """One attempt as a flat row, times in seconds."""
+    ref, report = summary.ref, summary.report
+    row: dict[str, Any] = {
+        "attempt_id": ref.attempt_id,
+        "group_id": ref.group_id,
+        "task_id": ref.task_id,
+        "evaluation": summary.evaluation,
+        "cause": cause_name(ref.cause),
+        "reward": ref.reward if ref.HasField("reward") else None,
+        "num_tokens": ref.num_tokens,
+        "num_turns": ref.num_turns,
+        "num_tries": summary.num_tries,
+        "oldest_weight_version": ref.oldest_weight_version,
+        "consumed_at_version": summary.consumed_at_version,
+        "duration_s": (ref.finished_at.ToDatetime() - ref.started_at.ToDatetime()).total_seconds(),
+        "num_model_calls": report.num_model_calls,
+        "num_commands": report.num_commands,
+        "num_execs": report.num_execs,
+        "evidence": report.evidence,
+    }
+    for part in _PARTS:
+        row[f"{part}_time_s"] = getattr(report, f"{part}_time").ToTimedelta().total_seconds()
+    return row
+
+
+async def attempts(rollout: RolloutClient, metrics: Path) -> None:
+    """Writes the finished training attempts."""
+    rows = [attempt_row(summary) for summary in await rollout.list_attempts()]
+    temporary = metrics / ".attempts.jsonl.new"
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    os.replace(temporary, metrics / "attempts.jsonl")
+
+
+async def counters(rollout: RolloutClient, deployment: Deployment, metrics: Path) -> None:
+    """Writes what each side counted: {what: {side: count}}."""
+    write_json(metrics / "counters.json", await compare_counters(rollout, deployment, load_evaluations(metrics)))
+
+
+async def compare_counters(
+    rollout: RolloutClient, deployment: Deployment, evaluations: dict[str, Any]
+) -> dict[str, dict[str, int]]:
+    """Model calls, sampled tokens and execs as gateway, engine, manager, harness and broker saw them."""
+    manager = await rollout.get_status()
+    summaries = list(await rollout.list_attempts())
+    for name in evaluations:
+        summaries += await rollout.list_attempts(evaluation=name)
+    gateways = [await _gateway_counters(url) for url in deployment.gateway_urls]
+    broker = (await deployment.sandbox_status()).counters
+    gateway = {key: sum(int(g[key]) for g in gateways) for key in ("num_generate_calls", "num_sampled_tokens", "num_answered")}
+    return {
+        "model calls": {
+            "gateway": gateway["num_generate_calls"],
+            "engines": sum(e.num_requests for e in manager.engines),
+            "manager (durable turns)": manager.num_turns,
+        },
+        "sampled tokens": {
+            "gateway": gateway["num_sampled_tokens"],
+            "engines": sum(e.num_generated_tokens for e in manager.engines),
+            "manager (durable turns)": manager.num_sampled_tokens,
+        },
+        "answered model calls": {
+            "gateway": gateway["num_answered"],
+            "harness": sum(s.report.num_model_calls for s in summaries),
+        },
+        "execs": {
+            "broker": broker.num_execs,
+            "harness": sum(s.report.num_execs for s in summaries),
+        },
+    }
+
+
+async def _gateway_counters(url: str) -> dict[str, Any]:
+    timeout = aiohttp.ClientTimeout(total=_HTTP_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{url}/counters") as reply:
+        return dict(await reply.json())

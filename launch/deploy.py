@@ -1,0 +1,214 @@
+"""Turns a recipe and a run directory into running processes: addresses, config files, specs.
+
+Owner: `launch`. What a recipe leaves open is filled in here (addresses, paths, interpreters,
+values that several processes share) and then checked by the model of the package that owns it,
+before anything is started.
+
+    broker <- manager (owns engines) <- gateways <- workers        trainer -> manager, engines
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from pydantic import BaseModel
+
+from bazel.environments import PYTHON
+from launch.ports import choose_ports
+from launch.programs import LAYERS
+from launch.recipe import Recipe, validated
+from launch.run_directory import RunDirectory
+from launch.supervisor import ProcessSpec, RestartPolicy, Supervisor
+from proto import sandbox_pb2, sandbox_pb2_grpc, serving
+from rollout.client import RolloutClient
+from rollout.config import RolloutConfig
+from rollout.gateway.config import GatewayConfig
+from rollout.harness.config import HarnessConfig
+from sandbox.config import SandboxConfig
+from trainer.client import TrainerClient
+from trainer.config import TrainerConfig
+
+_PROBE_TIMEOUT_S = 2.0
+_CALL_TIMEOUT_S = 20.0
+
+
+class Deployment:
+    """The processes of one run on this machine."""
+
+    supervisor: Supervisor
+
+    def __init__(self, recipe: Recipe, run: RunDirectory, *, with_trainer: bool = True, with_engines: bool = True) -> None:
+        """Checks every setting. Raises UsageError; nothing is started or written yet."""
+        self._recipe, self._run = recipe, run
+        self._with_trainer, self._with_engines = with_trainer, with_engines
+        fleet = recipe.fleet
+        self._gateways = [f"gateway-{i}" for i in range(fleet.num_gateways)]
+        self._workers = [f"worker-{i}" for i in range(fleet.num_workers)]
+        names = ["broker", "manager", "trainer", *self._gateways]
+        self._ports = choose_ports(names, recipe.run.base_port)
+        self.gateway_urls = [f"http://{self._address(name)}" for name in self._gateways]
+        # Sandboxes and trials are small, many and short-lived: they belong in memory.
+        self._scratch = Path("/dev/shm") / f"swe_rl-{run.root.name}"
+        self._configs: dict[str, BaseModel] = {
+            "broker": self._sandbox_config(),
+            "manager": self._rollout_config(),
+            "gateway": self._gateway_config(),
+            "worker": self._harness_config(),
+        }
+        if with_trainer:
+            self._configs["trainer"] = self._trainer_config()
+
+    def _address(self, name: str) -> str:
+        return f"127.0.0.1:{self._ports[name]}"
+
+    # ---- settings ----------------------------------------------------------------------
+
+    def _sandbox_config(self) -> BaseModel:
+        images = {"toy": {"base": "host", "layers": [str(LAYERS / "toy")]}}
+        if (LAYERS / "pypi").exists():
+            images["pypi"] = {"base": "host", "layers": [str(LAYERS / "pypi"), str(LAYERS / "toy")]}
+        defaults = {"images": images, "state_dir": str(self._scratch / "sandboxes")}
+        return validated(SandboxConfig, _merged(defaults, self._recipe.sandbox), "[sandbox]")
+
+    def _rollout_config(self) -> BaseModel:
+        rl, given = self._recipe.rl, self._recipe.rollout
+        sampling = {"banned_token_ids": [0, 1, 3, 4, 5], "stop_token_ids": [2]}
+        engines = {"python": PYTHON["engine"], "model_path": str(self._run.model)}
+        if not self._with_engines:
+            engines["num_engines"] = 0
+        defaults = {
+            "run_dir": str(self._run.root),
+            "seed": self._recipe.run.seed,
+            "group_size": rl.group_size,
+            "batch_groups": rl.groups_per_step,
+            "max_staleness": rl.max_staleness,
+            "sampling": sampling,
+            "engines": engines,
+        }
+        return validated(RolloutConfig, _merged(defaults, given), "[rollout]")
+
+    def _gateway_config(self) -> BaseModel:
+        defaults = {"manager_address": self._address("manager"), "model_dir": str(self._run.model)}
+        return validated(GatewayConfig, _merged(defaults, self._recipe.gateway), "[gateway]")
+
+    def _harness_config(self) -> BaseModel:
+        defaults = {
+            "manager_address": self._address("manager"),
+            "broker_address": self._address("broker"),
+            "gateway_urls": self.gateway_urls,
+            "trials_dir": str(self._scratch / "trials"),
+            "trajectories_dir": str(self._run.trajectories),
+        }
+        return validated(HarnessConfig, _merged(defaults, self._recipe.harness), "[harness]")
+
+    def _trainer_config(self) -> BaseModel:
+        rl = self._recipe.rl
+        defaults = {
+            "model_dir": str(self._run.model),
+            "run_dir": str(self._run.root),
+            "manager_address": self._address("manager"),
+            "seed": self._recipe.run.seed,
+            "rl": {"groups_per_step": rl.groups_per_step, "max_staleness": rl.max_staleness},
+        }
+        return validated(TrainerConfig, _merged(defaults, self._recipe.trainer), "[trainer]")
+
+    # ---- processes ---------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[tuple[RolloutClient, TrainerClient]]:
+        """Starts everything in order of need and takes it down at the end, whatever happens."""
+        self._clear_scratch()
+        for name, config in self._configs.items():
+            (self._run.processes / f"{name}.json").write_text(config.model_dump_json(indent=1))
+        self.supervisor = Supervisor()
+        try:
+            async with AsyncExitStack() as stack:
+                for spec in self._specs():
+                    await self.supervisor.guard(self.supervisor.start(spec))
+                channels = {
+                    name: await stack.enter_async_context(serving.dial(self._address(name)))
+                    for name in ("broker", "manager", "trainer")
+                }
+                self._broker: Any = sandbox_pb2_grpc.SandboxBrokerStub(channels["broker"])
+                yield RolloutClient(channels["manager"]), TrainerClient(channels["trainer"])
+        finally:
+            await self.supervisor.close()
+            self._clear_scratch()
+
+    async def sandbox_status(self) -> sandbox_pb2.GetStatusReply:
+        """The broker's counters."""
+        reply: sandbox_pb2.GetStatusReply = await self._broker.GetStatus(
+            sandbox_pb2.GetStatusRequest(), timeout=_CALL_TIMEOUT_S
+        )
+        return reply
+
+    def _clear_scratch(self) -> None:
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _specs(self) -> list[ProcessSpec]:
+        specs = [self._server("broker", "sandbox.server"), self._server("manager", "rollout.server")]
+        if self._with_trainer:
+            specs.append(self._server("trainer", "trainer.server"))
+        specs += [self._server(name, "rollout.gateway.app", config="gateway") for name in self._gateways]
+        specs += [self._worker(name) for name in self._workers]
+        return specs
+
+    def _server(self, name: str, module: str, config: str = "") -> ProcessSpec:
+        address = self._address(name)
+        arguments = ["--config", str(self._run.processes / f"{config or name}.json"), "--listen", address]
+
+        async def grpc_ready() -> bool:
+            return await serving.is_serving(address, timeout_s=_PROBE_TIMEOUT_S)
+
+        async def http_ready() -> bool:
+            return await _http_ok(f"http://{address}/health")
+
+        ready = http_ready if config == "gateway" else grpc_ready
+        return self._spec(name, [PYTHON["main"], "-P", "-m", module, *arguments], ready)
+
+    def _worker(self, name: str) -> ProcessSpec:
+        config = str(self._run.processes / "worker.json")
+        argv = [PYTHON["harness"], "-P", "-m", "rollout.harness.worker", "--config", config, "--name", name]
+
+        async def started() -> bool:
+            return True  # it serves nothing: it leases work as soon as it can
+
+        return self._spec(name, argv, started)
+
+    def _spec(self, name: str, argv: list[str], ready: Any) -> ProcessSpec:
+        settings = self._recipe.run
+        return ProcessSpec(
+            name=name,
+            argv=argv,
+            log_path=self._run.logs / f"{name}.log",
+            ready=ready,
+            env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+            start_timeout_s=settings.start_timeout_s,
+            stop_timeout_s=settings.stop_timeout_s,
+            restart=RestartPolicy(max_restarts=settings.max_restarts),
+        )
+
+
+async def _http_ok(url: str) -> bool:
+    timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
+    try:
+        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as reply:
+            return reply.status == 200
+    except (aiohttp.ClientError, TimeoutError):
+        return False
+
+
+def _merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """given over defaults, nested tables merged key by key."""
+    result = dict(defaults)
+    for key, value in given.items():
+        if isinstance(value, dict) and isinstance(result.get(key), dict):
+            result[key] = _merged(result[key], value)
+        else:
+            result[key] = value
+    return result

@@ -1,0 +1,119 @@
+"""Runs held-out evaluations through the rollout manager and keeps their results.
+
+Owner of `metrics/evaluations.json`: {name: {stage, temperature, agent, weight_version, tasks}}.
+An evaluation is pinned to one weight_version; the job publishes nothing while one runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from launch.errors import JobFailed
+from launch.run_directory import write_json
+from proto import rollout_pb2, trajectory_pb2
+from rollout.client import DeadlineError, RolloutClient, UnavailableError
+
+_POLL_S = 20.0
+
+SCORED = frozenset(
+    trajectory_pb2.Cause.Value(name)
+    for name in trajectory_pb2.Cause.keys()
+    if 0 < trajectory_pb2.Cause.Value(name) < 20
+)
+"""Causes that are the policy's doing."""
+
+
+def cause_name(cause: int) -> str:
+    """CAUSE_TURN_CAP -> turn_cap"""
+    return trajectory_pb2.Cause.Name(cause).removeprefix("CAUSE_").lower()
+
+
+def evaluation_name(stage: str, temperature: float) -> str:
+    """Name of an evaluation at the manager and in evaluations.json."""
+    return f"{stage}-greedy" if temperature == 0 else f"{stage}-t{temperature:g}"
+
+
+def load_evaluations(metrics: Path) -> dict[str, Any]:
+    """Results by name; empty before the first."""
+    path = metrics / "evaluations.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def is_evaluated(metrics: Path, stage: str, temperature: float) -> bool:
+    """True when the result is there already."""
+    return evaluation_name(stage, temperature) in load_evaluations(metrics)
+
+
+async def evaluate(
+    client: RolloutClient,
+    metrics: Path,
+    *,
+    stage: str,
+    temperature: float,
+    attempts_per_task: int,
+    pool: int = rollout_pb2.POOL_TEST,
+    agent: str = "mini",
+    flush_before: bool = False,
+    timeout_s: float,
+) -> dict[str, Any]:
+    """Evaluates and returns the result, which is also kept in metrics/evaluations.json.
+
+    A result that is already there is returned as it is. Raises JobFailed at the deadline.
+    """
+    name = evaluation_name(stage, temperature)
+    results = load_evaluations(metrics)
+    if name in results:
+        return dict(results[name])
+    await client.start_evaluation(
+        rollout_pb2.StartEvaluationRequest(
+            name=name,
+            pool=pool,
+            attempts_per_task=attempts_per_task,
+            temperature=temperature,
+            agent=agent,
+            flush_before=flush_before,
+        )
+    )
+    reply = await _finished(client, name, timeout_s)
+    result = {
+        "stage": stage,
+        "temperature": temperature,
+        "agent": agent,
+        "weight_version": reply.weight_version,
+        "tasks": [
+            {
+                "task_id": task.task_id,
+                "rewards": list(task.rewards),
+                "causes": [cause_name(cause) for cause in task.causes],
+                "attempt_ids": list(task.attempt_ids),
+            }
+            for task in reply.tasks
+        ],
+    }
+    results[name] = result
+    write_json(metrics / "evaluations.json", results)
+    return result
+
+
+async def _finished(client: RolloutClient, name: str, timeout_s: float) -> rollout_pb2.GetEvaluationReply:
+    deadline = time.monotonic() + timeout_s
+    reply = rollout_pb2.GetEvaluationReply()
+    while time.monotonic() < deadline:
+        left = min(_POLL_S, deadline - time.monotonic())
+        try:
+            reply = await client.get_evaluation(
+                rollout_pb2.GetEvaluationRequest(name=name), timeout_s=max(left, 0.1)
+            )
+        except (DeadlineError, UnavailableError):
+            await asyncio.sleep(0.2)
+            continue
+        if reply.finished:
+            return reply
+    raise JobFailed(
+        f"evaluation {name} did not end within {timeout_s:.0f} s "
+        f"({reply.num_finished} of {reply.num_attempts} attempts); raise evaluation.timeout_s"
+    )

@@ -1,0 +1,211 @@
+"""The main job: from nothing to a table of base, SFT and RL on held-out tasks.
+
+Owner of the order of things and of `state.json`; every step below is skipped when the state
+says that it is done, so that `resume` is the same call again.
+
+    prepare   tasks, tokenizer, sequences, initial weights        (one-shot programs)
+    start     broker -> manager (starts engines) -> gateways -> workers; trainer
+    pretrain  trainer stage -> publish -> evaluate `base`
+    sft       trainer stage -> publish -> evaluate `sft` -> probe engine against trainer
+    rl        open admission, trainer stage (publishes itself), close admission
+              -> evaluate `rl` -> export, counters, attempts, report
+
+The supervisor guards the whole: a process that fails for good ends the job with its reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from rich.console import Console
+
+from launch import collect, programs
+from launch.deploy import Deployment
+from launch.errors import JobFailed
+from launch.evaluation import evaluate, is_evaluated
+from launch.monitor import Monitor
+from launch.recipe import Recipe
+from launch.run_directory import RunDirectory, write_json
+from proto import rollout_pb2, trainer_pb2
+from rollout.client import RolloutClient
+from trainer.client import TrainerClient
+
+_POLL_S = 0.5
+_PUBLISH_TIMEOUT_S = 300.0
+
+
+class Job:
+    """One run of the main job in one run directory."""
+
+    def __init__(self, recipe: Recipe, run: RunDirectory, deployment: Deployment, console: Console) -> None:
+        self._recipe = recipe
+        self._run = run
+        self._deployment = deployment
+        self._console = console
+        self._state: dict[str, Any] = run.load_state()
+
+    async def run(self) -> None:
+        """Runs to the end. Raises LaunchError; the state then tells where `resume` goes on."""
+        async with self._step("prepare"):
+            await programs.prepare(self._recipe, self._run)
+        async with self._deployment.running() as (rollout, trainer):
+            metrics = self._run.metrics
+            interval = self._recipe.run.status_interval_s
+            async with Monitor(rollout, trainer, metrics, interval, self._console) as self._monitor:
+                await self._deployment.supervisor.guard(self._stages(rollout, trainer))
+
+    async def _stages(self, rollout: RolloutClient, trainer: TrainerClient) -> None:
+        recipe, data = self._recipe, self._run.data
+        await self._add_tasks(rollout)
+        pretrain, sft = trainer_pb2.STAGE_KIND_PRETRAIN, trainer_pb2.STAGE_KIND_SFT
+        rows = data / "pretrain.sequences"
+        await self._train(trainer, pretrain, "pretrain", recipe.pretrain.num_steps, rows)
+        await self._evaluate(rollout, trainer, "base")
+        rows = data / "sft.sequences"
+        await self._train(trainer, sft, "sft", recipe.sft.num_steps, rows)
+        await self._evaluate(rollout, trainer, "sft")
+        await self._probe(trainer)
+        await self._reinforce(rollout, trainer)
+        await self._evaluate(rollout, trainer, "rl")
+        async with self._step("finish"):
+            await self._finish(rollout, trainer)
+
+    async def _add_tasks(self, rollout: RolloutClient) -> None:
+        pools: dict[str, list[rollout_pb2.Task]] = {}
+        for entry in json.loads((self._run.tasks / "index.json").read_text()):
+            task = rollout_pb2.Task(task_id=entry["task_id"], path=entry["path"])
+            pools.setdefault(entry["pool"], []).append(task)
+        for pool, tasks in pools.items():
+            number = rollout_pb2.Pool.Value(f"POOL_{pool.upper()}")
+            await rollout.add_tasks(rollout_pb2.AddTasksRequest(pool=number, tasks=tasks))
+
+    async def _train(self, trainer: TrainerClient, kind: int, name: str, num_steps: int, data: Any = "") -> None:
+        """Runs a stage to its end, unless the trainer's checkpoint says that it is over."""
+        if name in (await trainer.get_status()).finished_stages:
+            return
+        async with self._step(name):
+            await trainer.run_stage(
+                trainer_pb2.RunStageRequest(kind=kind, name=name, num_steps=num_steps, data_path=str(data))
+            )
+            await self._stage_end(trainer, kind, name, num_steps, data)
+
+    async def _stage_end(self, trainer: TrainerClient, kind: int, name: str, num_steps: int, data: Any) -> None:
+        while True:
+            status = await trainer.get_status()
+            if name in status.finished_stages:
+                return
+            if status.state == trainer_pb2.STAGE_STATE_FAILED:
+                raise JobFailed(f"stage {name} failed at step {status.step}: {status.error}")
+            if status.state == trainer_pb2.STAGE_STATE_IDLE:
+                # The trainer was restarted: it goes on from its newest checkpoint.
+                await trainer.run_stage(
+                    trainer_pb2.RunStageRequest(kind=kind, name=name, num_steps=num_steps, data_path=str(data))
+                )
+            await asyncio.sleep(_POLL_S)
+
+    async def _wait_for_engines(self, rollout: RolloutClient) -> None:
+        """Until every engine can take an update. An engine's own start deadline bounds the wait."""
+        deadline = time.monotonic() + self._recipe.run.start_timeout_s
+        async with self._step("engines"):
+            while True:
+                engines = (await rollout.get_status()).engines
+                failed = [engine.name for engine in engines if engine.state == "failed"]
+                if failed:
+                    raise JobFailed(f"engine {failed[0]} failed; see {self._run.logs}")
+                if engines and all(engine.state in ("stale", "serving") for engine in engines):
+                    return
+                if time.monotonic() > deadline:
+                    raise JobFailed(f"engines were not up in time; see {self._run.logs}, or raise run.start_timeout_s")
+                await asyncio.sleep(_POLL_S)
+
+    async def _evaluate(self, rollout: RolloutClient, trainer: TrainerClient, stage: str) -> None:
+        """Evaluates the trainer's weights, which are those of `stage`, on the held-out tasks."""
+        settings = self._recipe.evaluation
+        plan = [(1.0, settings.attempts_per_task)] + ([(0.0, 1)] if settings.greedy else [])
+        if all(is_evaluated(self._run.metrics, stage, temperature) for temperature, _ in plan):
+            return
+        await self._wait_for_engines(rollout)
+        await self._publish(rollout, trainer, stage)
+        async with self._step(f"evaluate {stage}"):
+            for temperature, attempts_per_task in plan:
+                await evaluate(
+                    rollout,
+                    self._run.metrics,
+                    stage=stage,
+                    temperature=temperature,
+                    attempts_per_task=attempts_per_task,
+                    flush_before=True,
+                    timeout_s=settings.timeout_s,
+                )
+
+    async def _publish(self, rollout: RolloutClient, trainer: TrainerClient, stage: str) -> None:
+        """Publishes, unless every engine serves what the trainer published last."""
+        status = await rollout.get_status()
+        published = (await trainer.get_status()).weight_version
+        serving = all(e.state == "serving" and e.weight_version == published for e in status.engines)
+        if stage == "rl" and published and serving:
+            return  # each RL step publishes itself
+        async with self._step(f"publish {stage}"):
+            await trainer.publish(timeout_s=_PUBLISH_TIMEOUT_S)
+
+    async def _probe(self, trainer: TrainerClient) -> None:
+        """Compares the SFT evaluation's log-probs, sampled after a flush, with the trainer's."""
+        path = self._run.metrics / "probe.json"
+        if path.exists():
+            return
+        async with self._step("probe"):
+            evaluation = json.loads((self._run.metrics / "evaluations.json").read_text())["sft-t1"]
+            attempts = [attempt for task in evaluation["tasks"] for attempt in task["attempt_ids"]]
+            version = evaluation["weight_version"]
+            gap = await trainer.measure_gap(
+                trainer_pb2.MeasureGapRequest(attempt_ids=attempts, weight_version=version),
+                timeout_s=_PUBLISH_TIMEOUT_S,
+            )
+            if gap.num_tokens < self._recipe.evaluation.probe_min_tokens:
+                raise JobFailed(
+                    f"the probe compared {gap.num_tokens} tokens, fewer than "
+                    f"evaluation.probe_min_tokens = {self._recipe.evaluation.probe_min_tokens}"
+                )
+            write_json(
+                path,
+                {
+                    "weight_version": version,
+                    "num_tokens": gap.num_tokens,
+                    "mean_abs_nats": gap.mean_abs_nats,
+                    "max_abs_nats": gap.max_abs_nats,
+                },
+            )
+
+    async def _reinforce(self, rollout: RolloutClient, trainer: TrainerClient) -> None:
+        if "rl" in (await trainer.get_status()).finished_stages:
+            return
+        await rollout.set_admission(rollout_pb2.SetAdmissionRequest(open=True))
+        kind = trainer_pb2.STAGE_KIND_RL
+        await self._train(trainer, kind, "rl", self._recipe.rl.num_steps)
+        closed = rollout_pb2.SetAdmissionRequest(open=False, reason="the rl stage is over")
+        await rollout.set_admission(closed)
+
+    async def _finish(self, rollout: RolloutClient, trainer: TrainerClient) -> None:
+        await trainer.export(trainer_pb2.ExportRequest(path=str(self._run.export)), timeout_s=_PUBLISH_TIMEOUT_S)
+        await collect.attempts(rollout, self._run.metrics)
+        await collect.counters(rollout, self._deployment, self._run.metrics)
+
+    @asynccontextmanager
+    async def _step(self, name: str) -> AsyncIterator[None]:
+        """Names what the job does now and keeps how long it took."""
+        monitor = getattr(self, "_monitor", None)
+        if monitor is not None:
+            monitor.stage = name
+        started = time.monotonic()
+        yield
+        took = time.monotonic() - started
+        if took < 0.05:
+            return
+        self._console.print(f"[green]done[/green] {name} in {took:.1f} s", highlight=False)
+        self._state.setdefault("stages", []).append({"name": name, "duration_s": took})
+        self._run.save_state(self._state)

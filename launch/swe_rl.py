@@ -1,0 +1,260 @@
+"""`swe_rl`: trains software-engineering agents with asynchronous reinforcement learning.
+
+Owner: `launch`. Parses the command line, prepares the run directory and hands over to the job.
+Imports of the services' libraries wait until a command needs them, so that `--help` is quick.
+
+    swe_rl                                     the CPU recipe, from nothing to the table
+    swe_rl @ smoke --rl.num_steps=5            another recipe, one setting changed
+    swe_rl run @ my.toml --dry-run             print the resolved recipe and stop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+
+from launch.errors import LaunchError, UsageError
+
+_COMMANDS = ("run", "resume", "eval", "report", "tasks")
+_EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+app = typer.Typer(
+    help="Trains software-engineering agents with asynchronous reinforcement learning.",
+    add_completion=False,
+    no_args_is_help=False,
+    pretty_exceptions_enable=False,
+)
+tasks_app = typer.Typer(help="Builds and validates task sets.", no_args_is_help=True)
+app.add_typer(tasks_app, name="tasks")
+console = Console(stderr=False)
+
+
+def _workdir() -> Path:
+    """Where the command was given; Bazel starts us elsewhere."""
+    return Path(os.environ.get("BUILD_WORKING_DIRECTORY", "."))
+
+
+def _execute(work: Coroutine[Any, Any, None]) -> None:
+    """Runs work; SIGINT and SIGTERM cancel it, so that everything is taken down."""
+    interrupted: list[int] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+
+        def interrupt(number: int) -> None:
+            # A second signal must not break into the take-down that the first one began.
+            if not interrupted:
+                console.print("stopping: taking the processes down", style="yellow")
+                task.cancel()
+            interrupted.append(number)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupt, number)
+        await work
+
+    try:
+        asyncio.run(main())
+    except asyncio.CancelledError:
+        raise typer.Exit(128 + (interrupted[0] if interrupted else signal.SIGINT)) from None
+
+
+def _split_recipe(arguments: list[str]) -> tuple[str, list[str]]:
+    """[`@ NAME`] and overrides -> (recipe, overrides)."""
+    recipe, overrides, rest = "cpu", [], list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument == "@":
+            if not rest:
+                raise UsageError("`@` wants a recipe: a name or PATH.toml")
+            recipe = rest.pop(0)
+        elif argument.startswith("@"):
+            recipe = argument[1:]
+        elif argument.startswith("--") and "=" in argument:
+            overrides.append(argument)
+        else:
+            raise UsageError(f"cannot read {argument!r}: want `@ RECIPE` or --section.field=value")
+    if recipe.endswith(".toml"):
+        recipe = str(_workdir() / recipe)
+    return recipe, overrides
+
+
+@app.command(context_settings=_EXTRA)
+def run(
+    context: typer.Context,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
+) -> None:
+    """Runs the job of a recipe: `[@ NAME|PATH.toml] [--section.field=value ...]`; default: cpu."""
+    from launch.recipe import load_recipe
+    from launch.run_directory import RunDirectory
+
+    source, overrides = _split_recipe(context.args)
+    name, recipe = load_recipe(source, overrides)
+    if dry_run:
+        console.print(_toml(recipe), highlight=False, markup=False, soft_wrap=True)
+        return
+    folder = recipe.run.name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_directory = RunDirectory((_workdir() / recipe.run.directory / folder).absolute())
+    if run_directory.config.exists():
+        raise UsageError(f"the run {run_directory.root} exists: `swe_rl resume {folder}` continues it")
+    run_directory.create()
+    run_directory.config.write_text(_toml(recipe))
+    _job(recipe, run_directory)
+
+
+@app.command()
+def resume(
+    name: Annotated[str, typer.Argument(help="Name below runs/, or path; default: the newest.")] = "",
+) -> None:
+    """Continues an interrupted run from its newest checkpoint."""
+    from launch.recipe import load_recipe
+
+    run_directory = _find_run(name)
+    _, recipe = load_recipe(str(run_directory.config))
+    run_directory.create()
+    _note_resume(run_directory)
+    _job(recipe, run_directory)
+
+
+@app.command(name="eval")
+def evaluate(
+    tasks: Annotated[str, typer.Option(help="`pypi`, `toy`, or the path of an index.json.")] = "pypi",
+    agent: Annotated[str, typer.Option(help="`oracle` (applies the gold patch), `nop`, or `mini` (the policy).")] = "mini",
+    run_name: Annotated[str, typer.Option("--run", help="Run whose exported model `mini` uses; default: the newest.")] = "",
+    attempts: Annotated[int, typer.Option(min=1, help="Attempts a task.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
+) -> None:
+    """Evaluates an agent on a task set and prints pass@1 and the causes."""
+    from launch.standalone import evaluate_tasks
+
+    model = _find_run(run_name).export if agent == "mini" else None
+    _execute(
+        evaluate_tasks(
+            workdir=_workdir(), tasks=tasks, agent=agent, model=model, attempts=attempts,
+            temperature=temperature, console=console,
+        )
+    )  # fmt: skip
+
+
+@app.command()
+def report(
+    name: Annotated[str, typer.Argument(help="Name below runs/, or path; default: the newest.")] = "",
+) -> None:
+    """Writes report.html of a run again, from what is in its metrics/."""
+    from launch.report.page import write_report
+
+    console.print(f"report: {write_report(_find_run(name).root)}", soft_wrap=True)
+
+
+@tasks_app.command(name="build")
+def tasks_build(
+    out: Annotated[Path, typer.Argument(help="Folder for the task folders and index.json.")],
+) -> None:
+    """Builds the PyPI bug tasks (real packages, injected bugs) as Harbor task folders."""
+    from launch.standalone import build_pypi
+
+    _execute(build_pypi((_workdir() / out).absolute(), console))
+
+
+@tasks_app.command(name="validate")
+def tasks_validate(
+    index: Annotated[Optional[Path], typer.Option(help="index.json of a task set; default: the PyPI tasks.")] = None,  # noqa: UP007, UP045
+    out: Annotated[Optional[Path], typer.Option("--json", help="Write the result of each task here.")] = None,  # noqa: UP007, UP045
+) -> None:
+    """Runs the gold patch and no patch three times each; quarantines what is not 1.0 and 0.0."""
+    from launch.standalone import validate_tasks
+
+    given = (_workdir() / index).absolute() if index else None
+    _execute(validate_tasks(given, (_workdir() / out).absolute() if out else None, console))
+
+
+def _job(recipe: Any, run_directory: Any) -> None:
+    from launch.deploy import Deployment
+    from launch.job import Job
+    from launch.report.page import write_report
+    from launch.summary import print_summary
+
+    run_directory.lock()
+    try:
+        console.print(f"run: {run_directory.root}", highlight=False, soft_wrap=True)
+        deployment = Deployment(recipe, run_directory)
+        try:
+            _execute(Job(recipe, run_directory, deployment, console).run())
+        finally:
+            path = write_report(run_directory.root)
+            print_summary(run_directory, console)
+            console.print(f"report: {path}", highlight=False, soft_wrap=True)
+    finally:
+        run_directory.unlock()
+
+
+def _find_run(name: str) -> Any:
+    from launch.run_directory import RunDirectory
+
+    if name:
+        candidates = [_workdir() / name, _workdir() / "runs" / name]
+        found = [path for path in candidates if (path / "config.toml").exists()]
+        if not found:
+            raise UsageError(f"no run {name!r}: looked for config.toml in {' and '.join(map(str, candidates))}")
+        return RunDirectory(found[0].absolute())
+    runs = sorted((_workdir() / "runs").glob("*/config.toml"), key=lambda p: p.stat().st_mtime)
+    if not runs:
+        raise UsageError(f"no run below {_workdir() / 'runs'}: start one with `swe_rl run`")
+    return RunDirectory(runs[-1].parent.absolute())
+
+
+def _note_resume(run_directory: Any) -> None:
+    """Marks in the report the RL step after which the run was resumed."""
+    import json
+
+    steps = 0
+    metrics = run_directory.metrics / "rl.jsonl"
+    if metrics.exists():
+        lines = [line for line in metrics.read_text().splitlines() if line.endswith("}")]
+        steps = int(json.loads(lines[-1])["step"]) if lines else 0
+    state = run_directory.load_state()
+    state.setdefault("resumed_at_steps", []).append(steps)
+    run_directory.save_state(state)
+
+
+def _toml(recipe: Any) -> str:
+    import tomli_w
+
+    return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))
+
+
+def main() -> int:
+    """Entry point; returns the exit code."""
+    arguments = sys.argv[1:]
+    if not arguments or (arguments[0] not in _COMMANDS and arguments[0] not in ("--help", "-h")):
+        arguments = ["run", *arguments]
+    try:
+        app(arguments, standalone_mode=False)
+    except LaunchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except typer.Exit as error:
+        return error.exit_code
+    except (typer.Abort, KeyboardInterrupt):
+        return 130
+    except Exception as error:
+        # typer's own usage errors (click's) carry a message and a code, and deserve no traceback.
+        if not hasattr(error, "format_message"):
+            raise
+        print(f"error: {error.format_message()}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
