@@ -1,0 +1,233 @@
+"""From recorded sequences to packed micro-batches.
+
+    TokenSequence (proto) -> Sequence -> [mask stale, drop] -> plan_packs -> MicroBatch
+
+A `Sequence` owns plain numpy arrays; a `MicroBatch` owns tensors on the device. A pack holds
+whole sequences end to end; positions restart at each. Only trained tokens reach the output
+layer: `slots` are the positions that predict them, so a target never comes from another
+sequence, and prompts cost no logits. Legend: N ids of a sequence, T of a pack, M trained of a
+pack.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from proto import trajectory_pb2
+from trainer.errors import BadSequenceError
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer.layer_spec import PackedRows
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """The distribution that sampled a sequence; packs never mix two."""
+
+    temperature: float = 1.0
+    banned_ids: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    """One branch of a trajectory. Arrays are [N]; entry i speaks of predicting token i."""
+
+    attempt_id: str
+    group_id: str
+    branch_index: int
+    token_ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.bool_]
+    rollout_logprobs: npt.NDArray[np.float32]  # 0 where not sampled
+    versions: npt.NDArray[np.int64]  # weight_version of each token; 0 where not sampled
+    sampling: Sampling
+    reward: float | None = None
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens whose loss counts."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def oldest_version(self) -> int:
+        """Oldest weight_version over trained tokens; 0 when there is none."""
+        versions = self.versions[self.loss_mask]
+        return int(versions.min()) if versions.size else 0
+
+
+def _array(
+    data: bytes, dtype: npt.DTypeLike, count: int, name: str, owner: str
+) -> npt.NDArray[np.generic]:
+    wanted = np.dtype(dtype).itemsize * count
+    if len(data) != wanted:
+        raise BadSequenceError(
+            f"attempt {owner}: {name} has {len(data)} B, want {wanted} B for {count} token_ids"
+        )
+    return np.frombuffer(data, dtype=dtype)
+
+
+def from_proto(record: trajectory_pb2.TokenSequence, vocab_size: int) -> Sequence:
+    """Checks a record and converts it.
+
+    Args:
+      record: one sequence; SFT records have no log-probs and no spans.
+      vocab_size: ids must be below it.
+
+    Raises:
+      BadSequenceError: arrays of unequal length, an id outside the vocabulary, no ids, or a
+        trained token outside every version span of a sampled record.
+    """
+    owner = f"{record.attempt_id!r} branch {record.branch_index}"
+    count = len(record.token_ids) // 4
+    ids = _array(record.token_ids, "<i4", count, "token_ids", owner)
+    if count == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:  # type: ignore[call-overload]
+        raise BadSequenceError(f"attempt {owner}: want 1 or more ids in [0, {vocab_size})")
+    mask = _array(record.loss_mask, np.uint8, count, "loss_mask", owner).astype(np.bool_)
+    # Nothing precedes the first id, so nothing predicts it.
+    mask[0] = False
+    sampled = bool(record.rollout_logprobs)
+    logprobs = np.zeros(count, np.float32)
+    if sampled:
+        logprobs = _array(record.rollout_logprobs, "<f4", count, "rollout_logprobs", owner).astype(
+            np.float32
+        )
+    versions = np.zeros(count, np.int64)
+    for span in record.version_spans:
+        versions[span.start : span.end] = span.weight_version
+    if sampled and (mask & (versions == 0)).any():
+        raise BadSequenceError(f"attempt {owner}: a trained token lies in no version span")
+    temperature = record.sampling.temperature if record.HasField("sampling") else 1.0
+    return Sequence(
+        attempt_id=record.attempt_id,
+        group_id=record.group_id,
+        branch_index=record.branch_index,
+        token_ids=ids.astype(np.int32),
+        loss_mask=mask,
+        rollout_logprobs=logprobs,
+        versions=versions,
+        sampling=Sampling(
+            # Greedy data is never trained; SFT records carry no temperature.
+            temperature=temperature if sampled or temperature > 0 else 1.0,
+            banned_ids=tuple(record.sampling.banned_token_ids),
+        ),
+        reward=record.reward if record.HasField("reward") else None,
+    )
+
+
+def broken_reason(sequence: Sequence) -> str:
+    """Why a sampled sequence cannot be trained; empty when it can.
+
+    A non-finite log-prob, a banned id among the trained ones, or greedy sampling would turn
+    the loss into NaN or infinity: the trajectory is rejected and counted, not repaired.
+    """
+    trained = sequence.loss_mask
+    if not np.isfinite(sequence.rollout_logprobs[trained]).all():
+        return "nonfinite_rollout_logprob"
+    if (
+        sequence.sampling.banned_ids
+        and np.isin(sequence.token_ids[trained], sequence.sampling.banned_ids).any()
+    ):
+        return "banned_id_sampled"
+    if sequence.sampling.temperature <= 0:
+        return "greedy"
+    return ""
+
+
+def mask_stale(sequence: Sequence, weight_version: int, max_staleness: int) -> Sequence:
+    """Unmasks nothing; masks tokens sampled more than max_staleness versions ago."""
+    fresh = sequence.versions >= weight_version - max_staleness
+    return dataclasses.replace(sequence, loss_mask=sequence.loss_mask & fresh)
+
+
+def plan_packs(lengths: Seq[int], keys: Seq[object], token_budget: int) -> list[list[int]]:
+    """Splits sequences into packs of at most token_budget tokens. Pure.
+
+    Args:
+      lengths: tokens of each sequence.
+      keys: sequences of unequal keys never share a pack.
+      token_budget: a sequence longer than this gets a pack of its own.
+
+    Returns:
+      Indices of each pack, sorted by length within: neighbours are then padded little.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (repr(keys[i]), lengths[i], i))
+    packs: list[list[int]] = []
+    size, key = 0, object()
+    for i in order:
+        if not packs or keys[i] != key or size + lengths[i] > token_budget:
+            packs.append([])
+            size, key = 0, keys[i]
+        packs[-1].append(i)
+        size += lengths[i]
+    return packs
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatch:
+    """One pack as tensors, with what its trained tokens need."""
+
+    tokens: torch.Tensor  # int64[T]
+    rows: PackedRows
+    slots: torch.Tensor  # int64[M]: positions whose hidden state predicts a trained token
+    targets: torch.Tensor  # int64[M]
+    rollout: torch.Tensor  # float32[M]
+    versions: torch.Tensor  # int64[M]
+    sequence: torch.Tensor  # int64[M]: index into the batch's sequences
+    temperature: float
+    banned: torch.Tensor | None  # bool[V]
+
+
+def make_micro_batches(
+    sequences: Seq[Sequence], token_budget: int, vocab_size: int, device: torch.device
+) -> list[MicroBatch]:
+    """Packs sequences; those without a trained token are left out, for they add nothing."""
+    kept = [i for i, s in enumerate(sequences) if s.num_trained]
+    packs = plan_packs(
+        [len(sequences[i].token_ids) for i in kept],
+        [sequences[i].sampling for i in kept],
+        token_budget,
+    )
+    return [_pack(sequences, [kept[i] for i in pack], vocab_size, device) for pack in packs]
+
+
+def _pack(
+    sequences: Seq[Sequence], members: Seq[int], vocab_size: int, device: torch.device
+) -> MicroBatch:
+    import torch
+
+    from trainer.layer_spec import pack_rows
+
+    chosen = [sequences[i] for i in members]
+    tokens = torch.from_numpy(np.concatenate([s.token_ids for s in chosen]).astype(np.int64))
+    mask = np.concatenate([s.loss_mask for s in chosen])
+    owner = np.repeat(np.asarray(members, np.int64), [len(s.token_ids) for s in chosen])
+    # loss_mask speaks of the token itself; the position before it predicts it. The first token
+    # of a sequence is never trained, so this never crosses into the sequence before.
+    positions = torch.from_numpy(np.flatnonzero(mask))
+
+    def trained(arrays: Iterable[npt.NDArray[np.generic]]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(list(arrays))[mask]).to(device)
+
+    banned = None
+    if chosen[0].sampling.banned_ids:
+        banned = torch.zeros(vocab_size, dtype=torch.bool)
+        banned[list(chosen[0].sampling.banned_ids)] = True
+        banned = banned.to(device)
+    return MicroBatch(
+        tokens=tokens.to(device),
+        rows=pack_rows([len(s.token_ids) for s in chosen], device),
+        slots=(positions - 1).to(device),
+        targets=tokens[positions].to(device),
+        rollout=trained(s.rollout_logprobs for s in chosen),
+        versions=trained(s.versions for s in chosen),
+        sequence=torch.from_numpy(owner[mask]).to(device),
+        temperature=chosen[0].sampling.temperature,
+        banned=banned,
+    )

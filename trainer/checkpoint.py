@@ -1,0 +1,231 @@
+"""Checkpoints: model, optimizer, random state and progress, written whole or not at all.
+
+    checkpoints/000007-rl-40/   manifest.json, *.distcp, .metadata, metadata.json
+
+Tensors are in megatron's `torch_dist` format, which another grid can load. A checkpoint is
+written to a hidden folder, synced, given its manifest, and renamed. The manifest holds the
+SHA-256 of every file; a load verifies it and, when it does not match, says so and takes the
+checkpoint before. Owner: the trainer process; only one writes to a folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import queue
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from trainer.errors import CorruptCheckpointError
+from trainer.step import Learner
+
+_log = logging.getLogger(__name__)
+_MANIFEST = "manifest.json"
+_SHARDING = "fully_reshardable"
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a run is; stored in the manifest."""
+
+    stage: str = ""  # the stage last worked on
+    stage_step: int = 0  # its steps done
+    weight_version: int = 0  # last one published
+    finished_stages: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint on disk."""
+
+    path: Path
+    progress: Progress
+
+
+class CheckpointStore:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path, kept: int) -> None:
+        """Args: folder is made if needed; the newest `kept` checkpoints survive a save."""
+        self._folder = folder
+        self._kept = kept
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def paths(self) -> list[Path]:
+        """Complete checkpoints, oldest first; not verified."""
+        return sorted(p for p in self._folder.iterdir() if p.name[0].isdigit())
+
+    def save(self, learner: Learner, progress: Progress) -> Path:
+        """Writes a checkpoint; it is durable when this returns. Then deletes the oldest."""
+        existing = self.paths()
+        index = int(existing[-1].name.split("-")[0]) + 1 if existing else 1
+        path = self._folder / f"{index:06d}-{progress.stage or 'start'}-{progress.stage_step}"
+        partial = self._folder / f".partial-{path.name}"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        dist_checkpointing.save(
+            _state(learner, loading=False, with_optimizer=learner.optimizer is not None),
+            str(partial),
+            content_metadata={"distrib_optim_sharding_type": _SHARDING},
+        )
+        _write_manifest(partial, progress)
+        partial.rename(path)
+        _sync(self._folder)
+        for old in self.paths()[: -self._kept]:
+            shutil.rmtree(old)
+        return path
+
+    def latest(self) -> Checkpoint | None:
+        """Returns the newest checkpoint that verifies, or None. Logs those that do not."""
+        for path in reversed(self.paths()):
+            try:
+                return Checkpoint(path, verify(path))
+            except CorruptCheckpointError as error:
+                _log.error("checkpoint refused, the one before is used: %s", error)
+        return None
+
+    def progress_of_kept(self) -> list[Progress]:
+        """Progress of every checkpoint kept, oldest first, from manifests alone."""
+        return [_read_manifest(p)[1] for p in self.paths()]
+
+
+def load_model(learner: Learner, checkpoint: Checkpoint) -> None:
+    """Loads the weights and the random state, not the optimizer."""
+    _load(learner, checkpoint, with_optimizer=False)
+
+
+def load_all(learner: Learner, checkpoint: Checkpoint) -> None:
+    """Loads weights, random state and optimizer; `begin_stage` of the same stage comes first."""
+    _load(learner, checkpoint, with_optimizer=True)
+
+
+def verify(path: Path) -> Progress:
+    """Checks every file against the manifest.
+
+    Raises:
+      CorruptCheckpointError: the manifest is missing or unreadable, or a file differs.
+    """
+    files, progress = _read_manifest(path)
+    for name, wanted in files.items():
+        file = path / name
+        got = _digest(file) if file.is_file() else "no such file"
+        if got != wanted:
+            raise CorruptCheckpointError(
+                f"{file}: sha256 is {got}, the manifest says {wanted}; delete {path} if no copy "
+                "of it exists"
+            )
+    return progress
+
+
+def _optimizers(learner: Learner) -> list[Any]:
+    return list(getattr(learner.optimizer, "chained_optimizers", [learner.optimizer]))
+
+
+def _state(learner: Learner, loading: bool, with_optimizer: bool) -> dict[str, Any]:
+    _keep_adam_step()
+    _save_in_process()
+    metadata = {
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "distrib_optim_sharding_type": _SHARDING,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    model = learner.policy.module.sharded_state_dict(metadata=metadata)
+    state: dict[str, Any] = {"model": model, "random": {"torch": torch.get_rng_state()}}
+    if with_optimizer:
+        state["optimizer"] = learner.optimizer.sharded_state_dict(
+            model, is_loading=loading, metadata=metadata
+        )
+    return state
+
+
+def _load(learner: Learner, checkpoint: Checkpoint, with_optimizer: bool) -> None:
+    if with_optimizer:
+        for optimizer in _optimizers(learner):
+            # megatron loads into existing state only; these values are overwritten.
+            optimizer._init_optimizer_states_with_dummy_values()
+    loaded = dist_checkpointing.load(
+        _state(learner, loading=True, with_optimizer=with_optimizer), str(checkpoint.path)
+    )
+    learner.policy.module.load_state_dict(loaded["model"])
+    torch.set_rng_state(loaded["random"]["torch"])
+    if not with_optimizer:
+        return
+    learner.optimizer.load_state_dict(loaded["optimizer"])
+    for optimizer in _optimizers(learner):
+        for state in optimizer.optimizer.state.values():
+            # Loading makes all parameters share one step tensor, and AdamW would then count a
+            # step for each parameter.
+            state["step"] = state["step"].clone()
+
+
+def _keep_adam_step() -> None:
+    """torch's AdamW keeps a step a parameter, which megatron's format has no place for.
+
+    Without Transformer Engine or Apex megatron uses torch's AdamW; the step count itself is
+    stored with the parameter groups.
+    """
+    original: Any = DistributedOptimizer._set_main_param_and_optimizer_states
+    if getattr(original, "_keeps_adam_step", False):
+        return
+
+    def patched(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
+        return original(self, model_param, {"step": None, **tensors})
+
+    patched._keeps_adam_step = True  # type: ignore[attr-defined]
+    DistributedOptimizer._set_main_param_and_optimizer_states = patched
+
+
+def _save_in_process() -> None:
+    """Makes megatron collect its writers' results in this process.
+
+    Saves are synchronous and write with threads, so a plain queue will do. megatron's own is
+    served by a child process, which imports the main module again, costs seconds, and outlives
+    a trainer that is killed.
+    """
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_manifest(folder: Path, progress: Progress) -> None:
+    files = {}
+    for file in sorted(p for p in folder.rglob("*") if p.is_file()):
+        _sync(file)
+        files[str(file.relative_to(folder))] = _digest(file)
+    manifest = folder / _MANIFEST
+    content = {"progress": dataclasses.asdict(progress), "sha256": files}
+    manifest.write_text(json.dumps(content, indent=1))
+    _sync(manifest)
+    _sync(folder)
+
+
+def _read_manifest(path: Path) -> tuple[dict[str, str], Progress]:
+    try:
+        content = json.loads((path / _MANIFEST).read_text())
+        progress = dict(content["progress"])
+        progress["finished_stages"] = tuple(progress["finished_stages"])
+        return dict(content["sha256"]), Progress(**progress)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpointError(f"{path / _MANIFEST} cannot be read: {error!r}") from error

@@ -1,0 +1,181 @@
+"""Settings of the trainer process: one frozen model, read from the JSON file of `--config`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class GridConfig(_Settings):
+    """How the model is split over ranks."""
+
+    tensor_parallel: int = 1
+    """Ranks that share each matrix."""
+    pipeline_parallel: int = 1
+    """Ranks that share the layers."""
+    expert_parallel: int = 1
+    """Ranks that share the experts."""
+    data_parallel: int = 1
+    """Copies of the model, each on part of the batch."""
+
+    @model_validator(mode="after")
+    def _one_rank(self) -> GridConfig:
+        for name, size in self.model_dump().items():
+            if size != 1:
+                raise ValueError(
+                    f"grid.{name} is {size}: this trainer runs on one rank so far; set it to 1"
+                )
+        return self
+
+
+class OptimConfig(_Settings):
+    """AdamW and its learning-rate schedule, for one stage."""
+
+    lr: float = Field(default=3e-4, gt=0)
+    """Peak learning rate."""
+    warmup_steps: int = Field(default=3, ge=0)
+    """Steps of linear warm-up; the first step has lr / warmup_steps."""
+    final_lr_fraction: float = Field(default=0.1, ge=0, le=1)
+    """The rate falls linearly over the stage to this fraction of the peak; 1 keeps it."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the mean gradient."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the mean squared gradient."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the mean squared gradient."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled decay of matrices; norms are never decayed."""
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Largest global gradient norm; 0 does not clip."""
+
+
+class SupervisedConfig(_Settings):
+    """A stage that learns from a file of sequences."""
+
+    optim: OptimConfig = OptimConfig()
+    """Optimizer of the stage; its state starts empty."""
+    batch_rows: int = Field(default=32, gt=0)
+    """Sequences a step."""
+    router_aux_loss: float = Field(default=0.0, ge=0)
+    """Coefficient of the experts' load-balancing loss."""
+
+
+class LossConfig(_Settings):
+    """The policy objective; see losses in loss.py."""
+
+    objective: Literal["decoupled", "bypass", "recompute_only"] = "decoupled"
+    """decoupled: PPO against the recomputed policy, weighted by its truncated ratio to the
+    engine's. bypass: PPO against the engine's log-probs, no weight. recompute_only: PPO against
+    the recomputed policy, no weight; wrong for stale data, so max_staleness must be 0."""
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    """The ratio's trust region ends at 1 - clip_low."""
+    clip_high: float = Field(default=0.28, ge=0)
+    """The ratio's trust region ends at 1 + clip_high."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Bounds the loss of a negative advantage at this multiple of it; None: no bound."""
+    tis_cap: float = Field(default=2.0, gt=0)
+    """Cap C of the weight min(exp(old - rollout), C); decoupled only."""
+    log_ratio_clamp: float = Field(default=20.0, gt=0)
+    """Log-ratios are clamped to +- this before exp; clamped tokens are counted."""
+    norm: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """Over what the loss is averaged: all trained tokens of the batch; each trajectory, then
+    trajectories; or trajectories times constant_length."""
+    constant_length: float = Field(default=0.0, ge=0)
+    """Divisor of norm=constant (Dr.GRPO's maximum response length), in tokens."""
+
+    @model_validator(mode="after")
+    def _constant_needs_length(self) -> LossConfig:
+        if self.norm == "constant" and self.constant_length == 0:
+            raise ValueError("loss.norm is 'constant': set loss.constant_length above 0")
+        return self
+
+
+class RlConfig(_Settings):
+    """The reinforcement-learning stage."""
+
+    optim: OptimConfig = OptimConfig(lr=2e-4, final_lr_fraction=1.0)
+    """Optimizer of the stage; its state starts empty."""
+    groups_per_step: int = Field(default=16, gt=0)
+    """Groups consumed by one optimizer step."""
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """How rewards of a group become advantages; see advantage.py."""
+    negative_advantage_scale: float = Field(default=1.0, ge=0)
+    """Negative advantages are multiplied by this. 1 is the published method; a tiny model
+    forgets less with about 0.2."""
+    loss: LossConfig = LossConfig()
+    """The objective."""
+    max_staleness: int = Field(default=4, ge=0)
+    """Tokens sampled more than this many versions ago are masked."""
+    min_trained_tokens: int = Field(default=1, gt=0)
+    """A trajectory is dropped if masking stale tokens leaves fewer than this many."""
+    recompute_old_logprobs: bool = False
+    """True runs a forward pass for the old log-probs. False takes them, detached, from the
+    update's own forward pass: the same numbers as long as a batch is one optimizer step."""
+    router_aux_loss: float = Field(default=0.0, ge=0)
+    """Coefficient of the experts' load-balancing loss; 0 in RL."""
+    batch_wait_s: float = Field(default=60.0, gt=0)
+    """Deadline of one NextBatch call; the loop asks again until a batch comes."""
+
+    @model_validator(mode="after")
+    def _no_stale_data_without_weights(self) -> RlConfig:
+        if self.loss.objective == "recompute_only" and self.max_staleness > 0:
+            raise ValueError(
+                "rl.loss.objective 'recompute_only' is wrong for stale data: set max_staleness "
+                "to 0, or use 'decoupled'"
+            )
+        return self
+
+
+class TrainerConfig(_Settings):
+    """All settings of the trainer process."""
+
+    model_dir: Path
+    """Hugging Face folder: config.json and safetensors to start from."""
+    run_dir: Path
+    """Run folder: checkpoints/ and metrics/ are written below it."""
+    manager_address: str = ""
+    """HOST:PORT of the RolloutManager; RL, Publish and MeasureGap need it."""
+    grid: GridConfig = GridConfig()
+    """How the model is split over ranks."""
+    dtype: Literal["float32"] = "float32"
+    """Type of weights and activations."""
+    seed: int = 0
+    """Seeds data order and random state."""
+    num_threads: int = Field(default=1, gt=0)
+    """torch's intra-op threads on the CPU."""
+    token_budget: int = Field(default=4096, gt=0)
+    """Most tokens in a micro-batch; a longer sequence has one to itself."""
+    logprob_chunk: int = Field(default=4096, gt=0)
+    """Most trained tokens whose logits exist at one time."""
+    checkpoint_every_steps: int = Field(default=0, ge=0)
+    """Saves a checkpoint every this many steps, beside the one at each stage's end; 0: never."""
+    checkpoints_kept: int = Field(default=3, gt=0)
+    """Checkpoints kept on disk; older ones are deleted."""
+    sequences_per_fetch: int = Field(default=256, gt=0)
+    """Attempts asked for in one FetchSequences call."""
+    collective_timeout_s: float = Field(default=600.0, gt=0)
+    """How long a collective waits for a missing rank."""
+    manager_timeout_s: float = Field(default=60.0, gt=0)
+    """Deadline of short calls to the manager."""
+    manager_retry_s: float = Field(default=120.0, ge=0)
+    """How long calls to an unavailable manager are retried before the stage fails."""
+    drain_timeout_s: float = Field(default=30.0, ge=0)
+    """On SIGTERM, how long the step in hand and open calls may take to end."""
+    pretrain: SupervisedConfig = SupervisedConfig(
+        optim=OptimConfig(lr=3e-3, warmup_steps=10, weight_decay=0.01), router_aux_loss=0.001
+    )
+    """The PRETRAIN stage."""
+    sft: SupervisedConfig = SupervisedConfig(
+        optim=OptimConfig(lr=5e-4, weight_decay=0.01), batch_rows=16
+    )
+    """The SFT stage."""
+    rl: RlConfig = RlConfig()
+    """The RL stage."""
+    weight_sync: dict[str, Any] = {}
+    """Settings of weightsync.config.WeightSyncConfig, checked there at start."""

@@ -1,0 +1,76 @@
+"""Where tensors live and which collective library joins the ranks: the only place that chooses.
+
+Everything else asks `Device`: no other file of this package names "cuda", "cpu", "gloo" or
+"nccl". Where no accelerator is visible, `enter()` also installs the CPU compatibility layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """An accelerator or the CPU, with its collective backend."""
+
+    type: str  # torch device type; ROCm's torch calls its devices "cuda" too
+    backend: str  # torch.distributed backend
+
+    @property
+    def is_cpu(self) -> bool:
+        """True when there is no accelerator."""
+        return self.type == "cpu"
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device of this rank's tensors."""
+        import torch
+
+        if self.is_cpu:
+            return torch.device("cpu")
+        return torch.device(self.type, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def enter(num_threads: int, collective_timeout_s: float) -> Device:
+    """Chooses the device of this process and joins the process group. Call once, first of all.
+
+    Args:
+      num_threads: torch's intra-op threads; matters on the CPU.
+      collective_timeout_s: how long a collective may wait for a missing rank.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if torch.cuda.is_available():
+        device = Device("cuda", "nccl")
+        torch.cuda.set_device(device.torch_device)
+    else:
+        from trainer import cpu_compat
+
+        device = Device("cpu", "gloo")
+        cpu_compat.install()
+    torch.set_num_threads(num_threads)
+    if not dist.is_initialized():
+        timeout = datetime.timedelta(seconds=collective_timeout_s)
+        if "RANK" in os.environ:  # under torchrun
+            dist.init_process_group(device.backend, timeout=timeout)
+        else:
+            store = dist.HashStore()
+            dist.init_process_group(
+                device.backend, store=store, rank=0, world_size=1, timeout=timeout
+            )
+    return device
+
+
+def leave() -> None:
+    """Leaves the process group."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,45 @@
+"""Errors of the trainer. Messages say what was got, what was wanted and what to do."""
+
+from __future__ import annotations
+
+import grpc
+
+
+class TrainerError(Exception):
+    """Any failure that the trainer names."""
+
+
+class BadSequenceError(TrainerError):
+    """A training record breaks the contract of trajectory.proto."""
+
+
+class NonFiniteError(TrainerError):
+    """The model produced NaN or infinity on a trained token; the step was not taken."""
+
+
+class CorruptCheckpointError(TrainerError):
+    """A checkpoint's files do not match its manifest."""
+
+
+class StageConflictError(TrainerError):
+    """A stage was asked for while another runs, or cannot run in this state."""
+
+
+class BadRequestError(TrainerError):
+    """A request that can never succeed as it is."""
+
+
+class StoppedError(TrainerError):
+    """The trainer is stopping; the work in hand was given up."""
+
+
+STATUS_CODES: dict[type[TrainerError], grpc.StatusCode] = {
+    TrainerError: grpc.StatusCode.INTERNAL,
+    BadSequenceError: grpc.StatusCode.DATA_LOSS,
+    NonFiniteError: grpc.StatusCode.INTERNAL,
+    CorruptCheckpointError: grpc.StatusCode.DATA_LOSS,
+    StageConflictError: grpc.StatusCode.FAILED_PRECONDITION,
+    BadRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    StoppedError: grpc.StatusCode.UNAVAILABLE,
+}
+"""The one table between our errors and gRPC's codes."""

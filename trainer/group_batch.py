@@ -1,0 +1,127 @@
+"""From a claimed batch of groups to the sequences that are trained and their advantages. Pure.
+
+Statistics use the reward of every valid member, also of one whose tokens cannot be trained:
+masking tokens must not change what its siblings are compared with. Tokens older than
+`max_staleness` versions are masked; a trajectory is dropped only if too few remain.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+
+from proto import rollout_pb2
+from trainer.advantage import group_advantages
+from trainer.batch import Sequence, broken_reason, mask_stale
+from trainer.config import RlConfig
+from trainer.diagnostics import staleness_histogram
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupBatch:
+    """What one RL step trains."""
+
+    sequences: list[Sequence]
+    advantages: list[float]  # of each sequence
+    trajectory: list[int]  # trajectory of each sequence: branches share one
+    dropped_groups: dict[str, str]  # group_id -> reason
+    scalars: dict[str, float]
+    staleness: dict[int, int]
+
+    @property
+    def num_trained(self) -> int:
+        """Trained tokens, the N of the token mean."""
+        return sum(s.num_trained for s in self.sequences)
+
+
+def build(
+    groups: Iterable[rollout_pb2.BatchGroup],
+    sequences: Iterable[Sequence],
+    config: RlConfig,
+    weight_version: int,
+    max_staleness: int,
+) -> GroupBatch:
+    """Chooses what is trained.
+
+    Args:
+      groups: of the claimed batch, valid members only.
+      sequences: every branch of every member, in any order.
+      config: advantage kind, scale of negative ones, least tokens of a trajectory.
+      weight_version: the trainer's.
+      max_staleness: in versions.
+    """
+    by_attempt: dict[str, list[Sequence]] = collections.defaultdict(list)
+    for sequence in sequences:
+        by_attempt[sequence.attempt_id].append(sequence)
+    counts: collections.Counter[str] = collections.Counter()
+    batch = GroupBatch([], [], [], {}, {}, {})
+    rewards: list[float] = []
+    trained_lengths: list[int] = []
+    oldest: list[int] = []
+    num_trajectories = 0
+    for group in groups:
+        members = [m for m in group.members if m.HasField("reward")]
+        counts["num_groups"] += 1
+        counts["num_members_masked"] += group.num_masked + len(group.members) - len(members)
+        rewards += [m.reward for m in members]
+        oldest += [m.oldest_weight_version for m in members]
+        advantages = group_advantages(
+            [m.reward for m in members], config.advantage, config.negative_advantage_scale
+        )
+        if advantages is None:
+            few = len(members) < 2
+            batch.dropped_groups[group.group_id] = "too_few_members" if few else "zero_variance"
+            continue
+        added = 0
+        for member, advantage in zip(members, advantages, strict=True):
+            branches = _trainable(
+                by_attempt[member.attempt_id], config, weight_version, max_staleness, counts
+            )
+            batch.sequences.extend(branches)
+            batch.advantages.extend([float(advantage)] * len(branches))
+            batch.trajectory.extend([num_trajectories] * len(branches))
+            num_trajectories += bool(branches)
+            added += len(branches)
+            trained_lengths.append(sum(s.num_trained for s in branches))
+        if not added:
+            batch.dropped_groups[group.group_id] = "no_trained_tokens"
+    scalars = {name: float(value) for name, value in counts.items()} | {
+        "num_groups_dropped": float(len(batch.dropped_groups)),
+        "num_trajectories": float(num_trajectories),
+        "num_trained_tokens": float(batch.num_trained),
+        "num_tokens": float(sum(len(s.token_ids) for s in batch.sequences)),
+        "advantage_abs_mean": float(np.mean(np.abs(batch.advantages))) if batch.sequences else 0.0,
+    }
+    if rewards:
+        scalars |= {"reward_mean": float(np.mean(rewards)), "reward_std": float(np.std(rewards))}
+        scalars["staleness_max"] = float(weight_version - min(oldest))
+        scalars["staleness_mean"] = float(np.mean([weight_version - v for v in oldest]))
+    if trained_lengths:
+        scalars["trained_tokens_per_trajectory_mean"] = float(np.mean(trained_lengths))
+    return dataclasses.replace(
+        batch, scalars=scalars, staleness=staleness_histogram(oldest, weight_version)
+    )
+
+
+def _trainable(
+    branches: list[Sequence],
+    config: RlConfig,
+    weight_version: int,
+    max_staleness: int,
+    counts: collections.Counter[str],
+) -> list[Sequence]:
+    """Branches of one trajectory that are trained, stale tokens masked; counts what is not."""
+    for sequence in branches:
+        if reason := broken_reason(sequence):
+            counts[f"num_trajectories_rejected_{reason}"] += 1
+            return []
+    fresh = [mask_stale(s, weight_version, max_staleness) for s in branches]
+    masked = sum(s.num_trained for s in branches) - sum(s.num_trained for s in fresh)
+    counts["num_tokens_masked_stale"] += masked
+    if sum(s.num_trained for s in fresh) < config.min_trained_tokens:
+        counts["num_trajectories_dropped_stale" if masked else "num_trajectories_empty"] += 1
+        return []
+    return [s for s in fresh if s.num_trained]

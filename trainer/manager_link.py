@@ -1,0 +1,125 @@
+"""The trainer's line to the RolloutManager: blocking calls for the main thread.
+
+The gRPC channel and the weight publisher live in the server's event loop; the main thread hands
+it a coroutine and waits. An unavailable manager is retried until `manager_retry_s`, because it
+restarts with its ledger intact. Owner: the main thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from proto import rollout_pb2, trajectory_pb2
+from rollout.client import DeadlineError, RolloutClient, UnavailableError
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_BACKOFF_S = 0.5
+
+
+class PublishResult(Protocol):
+    """What weightsync.publisher reports."""
+
+    weight_version: int
+    num_bytes: int
+    duration_s: float
+    engines: Any
+
+
+class Publisher(Protocol):
+    """weightsync.publisher.WeightPublisher, as it is used here."""
+
+    async def publish(
+        self, named_tensors: Iterable[tuple[str, Any]], weight_version: int
+    ) -> PublishResult:
+        """Opens a window, sends every tensor, closes the window."""
+
+
+class ManagerLink:
+    """Calls of one trainer to one manager."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        client: RolloutClient,
+        publisher: Publisher,
+        retry_s: float,
+    ) -> None:
+        """Args: loop runs in another thread; client and publisher belong to it."""
+        self._loop = loop
+        self._client = client
+        self._publisher = publisher
+        self._retry_s = retry_s
+
+    def next_batch(
+        self, request: rollout_pb2.NextBatchRequest, timeout_s: float
+    ) -> concurrent.futures.Future[rollout_pb2.NextBatchReply]:
+        """Starts to wait for a batch, however long it takes; cancel the future to give up.
+
+        Args: timeout_s is the deadline of one call; the call is idempotent by step, and is
+          repeated when it passes.
+        """
+
+        async def ask() -> rollout_pb2.NextBatchReply:
+            while True:
+                try:
+                    return await self._retry(lambda: self._client.next_batch(request, timeout_s))
+                except DeadlineError:
+                    continue
+
+        return self._start(ask())
+
+    def fetch(
+        self, attempt_ids: Sequence[str], per_call: int
+    ) -> list[trajectory_pb2.TokenSequence]:
+        """Fetches every sequence of the attempts, `per_call` attempts at a time."""
+
+        async def collect(part: Sequence[str]) -> list[trajectory_pb2.TokenSequence]:
+            return [s async for s in self._client.fetch_sequences(part)]
+
+        async def fetch_all() -> list[trajectory_pb2.TokenSequence]:
+            sequences: list[trajectory_pb2.TokenSequence] = []
+            for i in range(0, len(attempt_ids), per_call):
+                part = attempt_ids[i : i + per_call]
+                sequences += await self._retry(lambda part=part: collect(part))  # type: ignore[misc]
+            return sequences
+
+        return self._start(fetch_all()).result()
+
+    def ack(self, request: rollout_pb2.AckBatchRequest) -> None:
+        """Marks a batch as trained."""
+        self._call(lambda: self._client.ack_batch(request))
+
+    def rewind(self, request: rollout_pb2.RewindRequest) -> rollout_pb2.RewindReply:
+        """Opens a new lineage."""
+        return self._call(lambda: self._client.rewind(request))
+
+    def report_checkpoint(self, request: rollout_pb2.ReportCheckpointRequest) -> None:
+        """Tells that a checkpoint exists."""
+        self._call(lambda: self._client.report_checkpoint(request))
+
+    def publish(self, named_tensors: list[tuple[str, Any]], weight_version: int) -> PublishResult:
+        """Publishes weights once; the tensors must not change until this returns."""
+        return self._start(self._publisher.publish(named_tensors, weight_version)).result()
+
+    def _start(self, work: Coroutine[Any, Any, _T] | Any) -> concurrent.futures.Future[_T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _call(self, call: Callable[[], Awaitable[_T]]) -> _T:
+        return self._start(self._retry(call)).result()
+
+    async def _retry(self, call: Callable[[], Awaitable[_T]]) -> _T:
+        give_up = time.monotonic() + self._retry_s
+        while True:
+            try:
+                return await call()
+            except UnavailableError as error:
+                if time.monotonic() >= give_up:
+                    raise
+                _log.warning("manager unavailable, trying again: %s", error)
+                await asyncio.sleep(_BACKOFF_S)

@@ -1,0 +1,128 @@
+"""A run's metrics: kept in memory for streams, appended to JSONL, and to TensorBoard events.
+
+    metrics/<stage>.jsonl       one flat object a step: stage, step, weight_version,
+                                finished_at (Unix seconds), staleness_histogram, scalars by name
+    metrics/events/<stage>/     the same scalars for TensorBoard
+
+Owner: the trainer's main thread writes; any thread may read `since` and be notified.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_RESERVED = ("stage", "step", "weight_version", "finished_at", "staleness_histogram")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """One step's metrics."""
+
+    stage: str
+    step: int  # from 1
+    weight_version: int  # published after this step; 0: not published
+    finished_at: float  # Unix seconds
+    scalars: dict[str, float]
+    staleness_histogram: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """One JSONL line, flat. Scalars that are not finite are left out: JSON has none."""
+        fields = dataclasses.asdict(self)
+        scalars = fields.pop("scalars")
+        return json.dumps(fields | {k: v for k, v in scalars.items() if math.isfinite(v)})
+
+    @classmethod
+    def from_json(cls, line: str) -> StepRecord:
+        """Reads a line of `to_json`."""
+        fields = json.loads(line)
+        reserved = {name: fields.pop(name) for name in _RESERVED}
+        histogram = {int(k): int(v) for k, v in reserved.pop("staleness_histogram").items()}
+        return cls(**reserved, staleness_histogram=histogram, scalars=fields)
+
+
+class MetricsLog:
+    """All stages' metrics of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        """Args: folder is made if needed; a stage's file is read when the stage begins."""
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._records: dict[str, list[StepRecord]] = {}
+        self._listeners: set[Callable[[], None]] = set()
+        self._events: Any = None
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def begin_stage(self, stage: str, completed_steps: int) -> None:
+        """Keeps the records of completed steps and drops later ones, which will be redone."""
+        path = self._path(stage)
+        kept = []
+        if path.exists():
+            lines = path.read_text().splitlines()
+            kept = [r for r in map(_parse, lines) if r is not None and r.step <= completed_steps]
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(r.to_json() + "\n" for r in kept))
+        partial.replace(path)
+        with self._lock:
+            self._records[stage] = kept
+        from torch.utils.tensorboard import SummaryWriter
+
+        if self._events is not None:
+            self._events.close()
+        self._events = SummaryWriter(
+            str(self._folder / "events" / stage), purge_step=completed_steps + 1
+        )
+
+    def append(self, record: StepRecord) -> None:
+        """Adds a step and wakes the listeners."""
+        with self._path(record.stage).open("a") as file:
+            file.write(record.to_json() + "\n")
+        for name, value in record.scalars.items():
+            self._events.add_scalar(name, value, record.step, record.finished_at)
+        self._events.flush()
+        with self._lock:
+            self._records.setdefault(record.stage, []).append(record)
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener()
+
+    def since(self, stage: str, from_step: int) -> list[StepRecord]:
+        """Records of a stage with step >= from_step, in order."""
+        with self._lock:
+            records = self._records.get(stage)
+            if records is None and self._path(stage).exists():
+                lines = self._path(stage).read_text().splitlines()
+                records = [r for r in map(_parse, lines) if r is not None]
+                self._records[stage] = records
+            return [r for r in records or [] if r.step >= from_step]
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """Calls `listener` from the writing thread after each append."""
+        with self._lock:
+            self._listeners.add(listener)
+
+    def remove_listener(self, listener: Callable[[], None]) -> None:
+        """Stops calling `listener`."""
+        with self._lock:
+            self._listeners.discard(listener)
+
+    def close(self) -> None:
+        """Closes the event files."""
+        if self._events is not None:
+            self._events.close()
+
+    def _path(self, stage: str) -> Path:
+        return self._folder / f"{stage}.jsonl"
+
+
+def _parse(line: str) -> StepRecord | None:
+    """None for a line cut by a crash: its step is not in any checkpoint."""
+    try:
+        return StepRecord.from_json(line)
+    except (ValueError, KeyError):
+        return None

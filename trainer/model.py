@@ -1,0 +1,149 @@
+"""The policy: a megatron GPT model on this rank's part of the grid, and its forward pass.
+
+Owns the process groups of the grid and the module; `step.py` owns its optimizer. The output
+layer is not megatron's: `logprobs` takes the hidden states before it, so that only trained
+tokens are projected onto the vocabulary (`logprob.linear_logprobs`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from transformers import AutoConfig
+
+from trainer.batch import MicroBatch
+from trainer.config import GridConfig
+from trainer.device import Device
+from trainer.errors import BadRequestError
+from trainer.hf_bridge import QwenBridge
+from trainer.logprob import linear_logprobs
+
+_BUCKET_PARAMETERS = 40_000_000
+
+
+def _hidden_and_weight(
+    *, hidden_states: torch.Tensor, output_layer: Any, output_weight: Any, **_: Any
+) -> torch.Tensor:
+    """megatron's hook in place of the output layer; leaves the hidden states [T, 1, H] as they are."""
+    del output_layer, output_weight
+    return hidden_states
+
+
+class Policy:
+    """The model of this rank, wrapped for gradient reduction over data-parallel ranks."""
+
+    def __init__(self, model_dir: Path, grid: GridConfig, device: Device, seed: int) -> None:
+        """Builds the model of `model_dir`/config.json; `load_hf` or a checkpoint fills it.
+
+        Raises:
+          BadRequestError: config.json is missing or names another architecture.
+        """
+        self.device = device
+        self.model_dir = model_dir
+        self.hf_config = _read_config(model_dir)
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=grid.tensor_parallel,
+                pipeline_model_parallel_size=grid.pipeline_parallel,
+                expert_model_parallel_size=grid.expert_parallel,
+                expert_tensor_parallel_size=1,
+            )
+        model_parallel_cuda_manual_seed(seed)
+        self._bridge = QwenBridge(self.hf_config, dtype=torch.float32)
+        self.config = self._bridge.config
+        self.module = self._bridge.build()
+        self.ddp = DistributedDataParallel(
+            self.config,
+            DistributedDataParallelConfig(
+                use_distributed_optimizer=True,
+                grad_reduce_in_fp32=True,
+                check_for_nan_in_grad=False,  # step.py checks log-probs and the norm itself
+                bucket_size=_BUCKET_PARAMETERS,
+            ),
+            self.module,
+        )
+        self.config.finalize_model_grads_func = finalize_model_grads
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+        return int(self.hf_config.vocab_size)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters on this rank."""
+        return sum(p.numel() for p in self.module.parameters())
+
+    def load_hf(self) -> None:
+        """Reads the weights of model_dir. Raises BadRequestError when there are none."""
+        if not any(self.model_dir.glob("*.safetensors")):
+            raise BadRequestError(
+                f"{self.model_dir} holds no *.safetensors; make some with trainer.init_model"
+            )
+        self._bridge.load(self.module, str(self.model_dir))
+
+    def export_named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields (Hugging Face name, tensor); see QwenBridge.export_named_tensors."""
+        return self._bridge.export_named_tensors(self.module)
+
+    def set_router_aux_loss(self, coefficient: float) -> None:
+        """Sets the load-balancing coefficient from the next forward pass on."""
+        self.config.moe_aux_loss_coeff = coefficient
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """The output embedding [V, H]; the input embedding itself where they are tied."""
+        if self.module.share_embeddings_and_output_weights:
+            weight: torch.Tensor = self.module.shared_embedding_or_output_weight()
+            return weight
+        weight = self.module.output_layer.weight
+        return weight
+
+    def hidden(self, micro: MicroBatch) -> torch.Tensor:
+        """Runs the decoder. Returns [T, H] after the final norm."""
+        hidden: torch.Tensor = self.ddp(
+            micro.tokens[None],
+            micro.rows.position_ids[None],  # type: ignore[index]
+            None,
+            packed_seq_params=micro.rows,
+            output_processor=_hidden_and_weight,
+        )
+        return hidden[:, 0]
+
+    def logprobs(
+        self, hidden_TH: torch.Tensor, micro: MicroBatch, chunk: int, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies [M] of a micro-batch's trained tokens, from `hidden`."""
+        return linear_logprobs(
+            hidden_TH.index_select(0, micro.slots),
+            self.output_weight,
+            micro.targets,
+            temperature=micro.temperature,
+            banned_V=micro.banned,
+            chunk=chunk,
+            with_entropy=with_entropy,
+        )
+
+
+def _read_config(model_dir: Path) -> Any:
+    path = model_dir / "config.json"
+    try:
+        architectures = json.loads(path.read_text()).get("architectures", [])
+    except (OSError, json.JSONDecodeError) as error:
+        raise BadRequestError(f"cannot read {path}: {error}") from error
+    if architectures != ["Qwen3MoeForCausalLM"]:
+        raise BadRequestError(
+            f"{path} names {architectures}: this trainer knows Qwen3MoeForCausalLM"
+        )
+    return AutoConfig.from_pretrained(str(model_dir))

@@ -1,0 +1,230 @@
+"""The RL stage: asynchronous GRPO on batches that the RolloutManager has ready. Owner module.
+
+     RolloutManager                     trainer, main thread                        engines
+     ready groups ----NextBatch------>  wait         (blocks: no batch is ready)
+     token store  ----FetchSequences->  fetch        (blocks: reading)
+                                        logprob      old log-probs, where asked for
+                                        update       forward, backward, AdamW
+     update window <--Open/Close------  publish ------------ weight buckets ------>  load
+     ledger       <---AckBatch--------  ack
+                                        report       metrics, checkpoint, requests of RPCs
+
+Rollouts go on during all of it; they stop only inside an update window. Weights are published
+right after the update, before the next batch is asked for. Who owns what: this loop owns the
+order of the parts; StageRunner owns weights, optimizer and progress; the manager owns the
+ledger. A batch counts as trained when it is acknowledged, and comes back after a Rewind to an
+older checkpoint: each is trained exactly once along the surviving lineage.
+
+A reply without groups and with `republish_requested` means that an engine started with old
+weights: the current weights are published again, as a new version, and the loop asks again.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from proto import rollout_pb2
+from trainer import batch as batching
+from trainer import diagnostics, group_batch, loss
+from trainer.batch import MicroBatch
+from trainer.config import RlConfig
+from trainer.group_batch import GroupBatch
+from trainer.manager_link import ManagerLink
+from trainer.metrics_log import StepRecord
+from trainer.step import Update
+from trainer.step_clock import StepClock
+
+if TYPE_CHECKING:
+    from trainer.stage_runner import StageRunner
+
+
+class RlStage:
+    """Runs steps until num_steps are done."""
+
+    def __init__(
+        self,
+        runner: StageRunner,
+        link: ManagerLink,
+        name: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._runner = runner
+        self._link = link
+        self._name = name
+        self._clock = clock
+        self._config: RlConfig = runner.config.rl
+        self._learner = runner.learner
+
+    def run(self, completed_steps: int, num_steps: int) -> None:
+        """Trains steps completed_steps + 1 to num_steps.
+
+        Raises:
+          StoppedError: the trainer was told to stop.
+          TrainerError, RolloutError: the stage failed; weights are those of the last step.
+        """
+        self._begin_lineage(completed_steps)
+        for step in range(completed_steps + 1, num_steps + 1):
+            clock = StepClock(self._clock)
+            claimed = self._next_batch(step, clock)
+            consumed_version = self._runner.weight_version
+            batch = self._fetch(claimed)
+            clock.lap("fetch")
+            micros = self._pack(batch)
+            old = self._old_logprobs(micros)
+            clock.lap("logprob")
+            update = self._update(batch, micros, old, step)
+            clock.lap("update")
+            published = self._runner.publish().weight_version if update else 0
+            clock.lap("publish")
+            self._ack(claimed, batch, step, consumed_version)
+            scalars = self._scalars(batch, micros, old, update, consumed_version)
+            scalars["num_groups_ready_left"] = float(claimed.num_groups_ready_left)
+            self._runner.step_done(
+                StepRecord(
+                    self._name,
+                    step,
+                    published,
+                    time.time(),
+                    scalars | clock.scalars(),
+                    batch.staleness,
+                )
+            )
+
+    def _begin_lineage(self, completed_steps: int) -> None:
+        """Makes newer batches ready again and gives the engines the loaded weights."""
+        reply = self._link.rewind(
+            rollout_pb2.RewindRequest(step=completed_steps, lineage_token=uuid.uuid4().hex)
+        )
+        self._runner.raise_weight_version(reply.max_weight_version)
+        self._runner.publish()
+
+    def _next_batch(self, step: int, clock: StepClock) -> rollout_pb2.NextBatchReply:
+        while True:
+            request = rollout_pb2.NextBatchRequest(
+                step=step,
+                weight_version=self._runner.weight_version,
+                num_groups=self._config.groups_per_step,
+            )
+            reply = self._runner.wait(self._link.next_batch(request, self._config.batch_wait_s))
+            clock.lap("wait")
+            if reply.groups:
+                return reply
+            if reply.republish_requested:
+                self._runner.publish()
+                clock.lap("publish")
+
+    def _fetch(self, claimed: rollout_pb2.NextBatchReply) -> GroupBatch:
+        ids = [m.attempt_id for g in claimed.groups for m in g.members]
+        records = self._link.fetch(ids, self._runner.config.sequences_per_fetch)
+        vocab_size = self._learner.policy.vocab_size
+        return group_batch.build(
+            claimed.groups,
+            [batching.from_proto(record, vocab_size) for record in records],
+            self._config,
+            self._runner.weight_version,
+            min(self._config.max_staleness, claimed.max_staleness or self._config.max_staleness),
+        )
+
+    def _pack(self, batch: GroupBatch) -> list[MicroBatch]:
+        return batching.make_micro_batches(
+            batch.sequences,
+            self._runner.config.token_budget,
+            self._learner.policy.vocab_size,
+            self._learner.policy.device.torch_device,
+        )
+
+    def _old_logprobs(self, micros: list[MicroBatch]) -> list[torch.Tensor] | None:
+        if not self._config.recompute_old_logprobs or not micros:
+            return None
+        return self._learner.logprobs(micros)
+
+    def _update(
+        self,
+        batch: GroupBatch,
+        micros: list[MicroBatch],
+        old: list[torch.Tensor] | None,
+        step: int,
+    ) -> Update | None:
+        """Takes the step; None when no token of the batch is trained."""
+        if not micros:
+            return None
+        advantages = torch.tensor(batch.advantages, dtype=torch.float32)
+        trajectory = torch.tensor(batch.trajectory)
+        sequence = trajectory[torch.cat([m.sequence.cpu() for m in micros])]
+        # Over the whole batch, so that the packing cannot change the mean.
+        weights = loss.token_weights(
+            torch.ones(sequence.shape, dtype=torch.bool),
+            sequence,
+            self._config.loss.norm,
+            self._config.loss.constant_length,
+        ).split([m.targets.numel() for m in micros])
+        objective = loss.OBJECTIVES[self._config.loss.objective]
+
+        def loss_of(i: int, micro: MicroBatch, new: torch.Tensor) -> torch.Tensor:
+            owner = micro.sequence.cpu()
+            tokens = loss.TokenBatch(
+                new=new,
+                old=new.detach() if old is None else old[i],
+                rollout=micro.rollout,
+                advantage=advantages[owner].to(new.device),
+                mask=torch.ones_like(new, dtype=torch.bool),
+                weight=weights[i].to(new.device),
+                sequence=trajectory[owner].to(new.device),
+            )
+            return objective(tokens, self._config.loss).loss
+
+        return self._learner.update(micros, loss_of, step, with_entropy=True)
+
+    def _ack(
+        self, claimed: rollout_pb2.NextBatchReply, batch: GroupBatch, step: int, version: int
+    ) -> None:
+        self._link.ack(
+            rollout_pb2.AckBatchRequest(
+                batch_id=claimed.batch_id,
+                step=step,
+                weight_version=version,
+                dropped_groups=batch.dropped_groups,
+            )
+        )
+
+    def _scalars(
+        self,
+        batch: GroupBatch,
+        micros: list[MicroBatch],
+        old: list[torch.Tensor] | None,
+        update: Update | None,
+        version: int,
+    ) -> dict[str, float]:
+        if update is None:
+            return batch.scalars | {"step_skipped": 1.0}
+        sequence = torch.cat([m.sequence for m in micros]).cpu().numpy()
+        new = _flat(update.logprobs)
+        tokens = diagnostics.ActiveTokens(
+            new=new,
+            old=new if old is None else _flat(old),
+            rollout=_flat([m.rollout for m in micros]),
+            advantage=np.asarray(batch.advantages)[sequence],
+            sequence=np.asarray(batch.trajectory)[sequence],
+            versions=torch.cat([m.versions for m in micros]).cpu().numpy(),
+        )
+        return (
+            batch.scalars
+            | diagnostics.off_policy_metrics(tokens, self._config.loss, version)
+            | {
+                "loss": update.loss,
+                "grad_norm": update.grad_norm,
+                "lr": update.lr,
+                "entropy_mean_nats": update.entropy,
+                "num_micro_batches": float(len(micros)),
+            }
+        )
+
+
+def _flat(parts: list[torch.Tensor]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    return torch.cat(parts).double().cpu().numpy()

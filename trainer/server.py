@@ -1,0 +1,147 @@
+"""The trainer process.
+
+    python -P -m trainer.server --config FILE.json --listen HOST:PORT --address-file PATH
+
+    main thread: StageRunner (torch, stages, checkpoints)
+    loop thread: gRPC service, channel to the RolloutManager, weight publisher
+
+Start order: configuration, device, weights (the newest sound checkpoint, else model_dir), then
+the port is bound, the address written, and health goes SERVING. SIGTERM and SIGINT end the
+process after the current step, with a checkpoint if one is due.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from proto.serving import Server
+    from trainer.config import TrainerConfig
+    from trainer.manager_link import ManagerLink
+
+SERVICE = "swe_rl.trainer.v1.Trainer"
+
+
+class LoopThread:
+    """An asyncio loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="loop", daemon=True)
+        self._thread.start()
+
+    def call(self, coroutine: Any) -> Any:
+        """Runs a coroutine in the loop and returns its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    def close(self) -> None:
+        """Ends the loop."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+
+
+def make_link(config: TrainerConfig, loop: asyncio.AbstractEventLoop) -> ManagerLink | None:
+    """Connects to the manager, or returns None when there is none. Call it in the loop.
+
+    Raises:
+      ValueError: weight_sync holds a bad setting.
+    """
+    if not config.manager_address:
+        return None
+    from proto.serving import ClientSecurity, dial
+    from rollout.client import RolloutClient
+    from trainer.manager_link import ManagerLink
+    from weightsync.config import WeightSyncConfig
+    from weightsync.publisher import WeightPublisher
+
+    channel = dial(config.manager_address, ClientSecurity.from_environment())
+    client = RolloutClient(channel, call_timeout_s=config.manager_timeout_s)
+    publisher = WeightPublisher(WeightSyncConfig(**config.weight_sync), client)
+    return ManagerLink(loop, client, publisher, config.manager_retry_s)
+
+
+def serve(config: TrainerConfig, serving: Any, address_file: Path | None) -> None:
+    """Runs the process until it is told to stop.
+
+    Raises:
+      TrainerError, ServingError, ValueError: it cannot start.
+    """
+    from proto import trainer_pb2_grpc
+    from proto.serving import make_server, write_address
+    from trainer import device as devices
+    from trainer.service import TrainerService
+    from trainer.stage_runner import StageRunner
+
+    device = devices.enter(config.num_threads, config.collective_timeout_s)
+    loop_thread = LoopThread()
+
+    async def link() -> ManagerLink | None:
+        return make_link(config, asyncio.get_running_loop())
+
+    runner = StageRunner(config, device, loop_thread.call(link()))
+
+    async def start() -> tuple[Server, asyncio.Event]:
+        stopping = asyncio.Event()
+        service = TrainerService(runner, stopping)
+        server = make_server(
+            serving,
+            lambda s: trainer_pb2_grpc.add_TrainerServicer_to_server(service, s),  # type: ignore[no-untyped-call]
+            [SERVICE],
+        )
+        await server.start()
+        return server, stopping
+
+    server, stopping = loop_thread.call(start())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: runner.stop(save_checkpoint=True))
+    if address_file is not None:
+        write_address(address_file, server.address)
+    try:
+        runner.run()
+    finally:
+
+        async def drain() -> None:
+            stopping.set()
+            await server.stop()
+
+        loop_thread.call(drain())
+        loop_thread.close()
+        devices.leave()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    from proto import serving as serving_module
+
+    parser = argparse.ArgumentParser(description="Serve the trainer.")
+    parser.add_argument("--config", type=Path, required=True, help="JSON of TrainerConfig")
+    serving_module.add_serving_arguments(parser)
+    args = parser.parse_args(argv)
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+    from trainer.config import TrainerConfig
+    from trainer.errors import BadRequestError
+
+    try:
+        config = TrainerConfig.model_validate_json(args.config.read_text())
+        serving = serving_module.serving_config(args).model_copy(
+            update={"drain_timeout_s": config.drain_timeout_s}
+        )
+        serve(config, serving, args.address_file)
+    except (OSError, ValueError, BadRequestError) as error:
+        return serving_module.fail(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

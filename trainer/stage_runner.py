@@ -1,0 +1,339 @@
+"""Runs stages and requests on the trainer's main thread; RPC threads only leave wishes here.
+
+    RPC thread                     main thread (run)
+    run_stage, submit --queue-->   idle:   takes the next job
+    pause, resume, stop            stage:  takes jobs between steps, and while it waits for
+    status (a snapshot)                    a batch; never inside a step
+
+Owns the policy, the optimizer, progress and checkpoints. Torch is touched by the main thread
+alone. Invariant: a job sees weights between two optimizer steps.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from proto import rollout_pb2
+from rollout.client import DeadlineError, RolloutError, UnavailableError
+from trainer import batch as batching
+from trainer import checkpoint as checkpoints
+from trainer import gap, hf_export
+from trainer.checkpoint import CheckpointStore, Progress
+from trainer.config import TrainerConfig
+from trainer.device import Device
+from trainer.errors import BadRequestError, StageConflictError, StoppedError, TrainerError
+from trainer.manager_link import ManagerLink, PublishResult
+from trainer.metrics_log import MetricsLog, StepRecord
+from trainer.model import Policy
+from trainer.rl import RlStage
+from trainer.sft import SupervisedStage
+from trainer.step import Learner
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_PUBLISH_TRIES = 3
+
+Kind = Literal["pretrain", "sft", "rl"]
+State = Literal["idle", "running", "paused", "finished", "failed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StageRequest:
+    """A stage to run; see RunStageRequest."""
+
+    kind: Kind
+    name: str
+    data_path: str
+    num_steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """A snapshot for GetStatus."""
+
+    state: State = "idle"
+    stage: StageRequest | None = None
+    step: int = 0
+    weight_version: int = 0
+    error: str = ""
+    last_record: StepRecord | None = None
+    finished_stages: tuple[str, ...] = ()
+    num_parameters: int = 0
+    latest_checkpoint: str = ""
+
+
+class StageRunner:
+    """The trainer without its network side."""
+
+    def __init__(self, config: TrainerConfig, device: Device, link: ManagerLink | None) -> None:
+        """Loads the newest sound checkpoint, else the weights of model_dir.
+
+        Raises:
+          BadRequestError: model_dir cannot be used.
+        """
+        self.config = config
+        self._link = link
+        policy = Policy(config.model_dir, config.grid, device, config.seed)
+        self.learner = Learner(policy, config.logprob_chunk)
+        self.metrics = MetricsLog(config.run_dir / "metrics")
+        self._store = CheckpointStore(config.run_dir / "checkpoints", config.checkpoints_kept)
+        self._loaded = self._store.latest()
+        self._progress = Progress()
+        if self._loaded is None:
+            policy.load_hf()
+        else:
+            checkpoints.load_model(self.learner, self._loaded)
+            self._progress = self._loaded.progress
+        self._saved = self._progress
+        # A signal handler calls `stop` on the main thread, which may hold the lock just then.
+        self._lock = threading.RLock()
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._paused = False
+        self._stopping = False
+        self._save_on_stop = False
+        self._status = Status(
+            weight_version=self._progress.weight_version,
+            finished_stages=self._progress.finished_stages,
+            num_parameters=policy.num_parameters,
+            latest_checkpoint=str(self._loaded.path) if self._loaded else "",
+        )
+
+    # ---- any thread ------------------------------------------------------------------
+
+    def status(self) -> Status:
+        """What the trainer is doing."""
+        with self._lock:
+            paused = self._paused and self._status.state == "running"
+            return dataclasses.replace(self._status, state="paused") if paused else self._status
+
+    def run_stage(self, request: StageRequest) -> int:
+        """Starts a stage. Returns the steps that a loaded checkpoint has already done.
+
+        Raises:
+          BadRequestError: a request that cannot succeed.
+          StageConflictError: another stage runs, or the last one failed.
+        """
+        if request.num_steps <= 0 or not request.name:
+            raise BadRequestError("RunStage needs a name and num_steps above 0")
+        if request.kind == "rl" and self._link is None:
+            raise BadRequestError("an RL stage needs manager_address in the trainer's config")
+        with self._lock:
+            current = self._status.stage
+            if request.name in self._status.finished_stages:
+                return request.num_steps
+            if self._status.state == "failed":
+                raise StageConflictError(
+                    f"stage failed: {self._status.error}; stop the trainer and start it again"
+                )
+            if self._status.state == "running" and current is not None:
+                if (current.kind, current.name) == (request.kind, request.name):
+                    return self._status.step
+                raise StageConflictError(
+                    f"stage {current.name!r} runs; wait until it ended to run {request.name!r}"
+                )
+            same = self._progress.stage == request.name
+            completed = self._progress.stage_step if same else 0
+            self._status = dataclasses.replace(
+                self._status, state="running", stage=request, step=completed, error=""
+            )
+        self._jobs.put(lambda: self._run_stage(request, completed))
+        return completed
+
+    def submit(self, work: Callable[[], _T]) -> concurrent.futures.Future[_T]:
+        """Runs `work` on the main thread between steps."""
+        future: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+        def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(work())
+            except Exception as error:  # noqa: BLE001 - handed to the caller, whole
+                future.set_exception(error)
+
+        self._jobs.put(job)
+        return future
+
+    def pause(self) -> None:
+        """No step starts until `resume`."""
+        with self._lock:
+            self._paused = True
+
+    def resume(self) -> None:
+        """Lets steps start again."""
+        with self._lock:
+            self._paused = False
+        self._wake()
+
+    def stop(self, save_checkpoint: bool) -> None:
+        """Ends after the current step; a wait for a batch is given up."""
+        with self._lock:
+            self._stopping = True
+            self._save_on_stop = self._save_on_stop or save_checkpoint
+        self._wake()
+
+    # ---- main thread -----------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serves jobs until `stop`, then saves if that was asked and something is unsaved."""
+        while not self._stopping:
+            self._jobs.get()()
+        if self._save_on_stop and self._progress != self._saved:
+            self.save()
+        self.metrics.close()
+
+    @property
+    def weight_version(self) -> int:
+        """The version that was published last."""
+        return self._progress.weight_version
+
+    def raise_weight_version(self, at_least: int) -> None:
+        """Makes the next publication's version higher than `at_least`."""
+        self._advance(weight_version=max(self._progress.weight_version, at_least))
+
+    def publish(self) -> PublishResult:
+        """Publishes the current weights as a new version.
+
+        Raises:
+          BadRequestError: no manager is configured.
+          RolloutError: it failed several times in a row.
+        """
+        if self._link is None:
+            raise BadRequestError("publishing needs manager_address in the trainer's config")
+        tensors = list(self.learner.policy.export_named_tensors())
+        for attempt in range(1, _PUBLISH_TRIES + 1):
+            # A version is never used twice, even when its window failed.
+            self._advance(weight_version=self._progress.weight_version + 1)
+            try:
+                return self._link.publish(tensors, self._progress.weight_version)
+            except (UnavailableError, DeadlineError) as error:
+                _log.warning("publishing version %d failed: %s", self.weight_version, error)
+                if attempt == _PUBLISH_TRIES:
+                    raise
+        raise AssertionError("unreachable")
+
+    def wait(self, future: concurrent.futures.Future[_T]) -> _T:
+        """Waits for something from the event loop, serving jobs meanwhile; then heeds a pause.
+
+        Raises:
+          StoppedError: the trainer was told to stop; the future is cancelled.
+        """
+        future.add_done_callback(lambda _: self._wake())
+        while not future.done() or (self._paused and not self._stopping):
+            if self._stopping:
+                future.cancel()
+                break
+            self._jobs.get()()
+        self._check_stop()
+        return future.result()
+
+    def step_done(self, record: StepRecord) -> None:
+        """Books a step: metrics, progress, the periodic checkpoint, then jobs that wait."""
+        self._advance(stage=record.stage, stage_step=record.step)
+        self.metrics.append(record)
+        with self._lock:
+            self._status = dataclasses.replace(self._status, step=record.step, last_record=record)
+            last = self._status.stage is not None and record.step >= self._status.stage.num_steps
+        every = self.config.checkpoint_every_steps
+        if every and record.step % every == 0 and not last:
+            self.save()
+        while self._paused or not self._jobs.empty():
+            if self._stopping:
+                break
+            self._jobs.get()()
+        if not last:
+            self._check_stop()
+
+    def save(self) -> Path:
+        """Writes a checkpoint of the moment and tells the manager during RL."""
+        path = self._store.save(self.learner, self._progress)
+        self._saved = self._progress
+        with self._lock:
+            self._status = dataclasses.replace(self._status, latest_checkpoint=str(path))
+            stage = self._status.stage
+        if stage is not None and stage.kind == "rl" and self._link is not None:
+            kept = self._store.progress_of_kept()
+            steps = [p.stage_step if p.stage == stage.name else 0 for p in kept]
+            self._link.report_checkpoint(
+                rollout_pb2.ReportCheckpointRequest(
+                    step=self._progress.stage_step if self._progress.stage == stage.name else 0,
+                    oldest_kept_step=min(steps),
+                )
+            )
+        return path
+
+    def export(self, path: Path) -> tuple[int, int]:
+        """Writes a Hugging Face folder; returns (tensors, bytes)."""
+        if not path.is_absolute():
+            raise BadRequestError(f"Export wants an absolute path, got {path}")
+        tensors = self.learner.policy.export_named_tensors()
+        return hf_export.write(tensors, self.config.model_dir, path)
+
+    def measure_gap(self, attempt_ids: list[str], weight_version: int) -> gap.Gap:
+        """See MeasureGap."""
+        if self._link is None:
+            raise BadRequestError("MeasureGap needs manager_address in the trainer's config")
+        records = self._link.fetch(attempt_ids, self.config.sequences_per_fetch)
+        vocab_size = self.learner.policy.vocab_size
+        sequences = [batching.from_proto(record, vocab_size) for record in records]
+        return gap.measure(self.learner, sequences, weight_version, self.config.token_budget)
+
+    # ---- inside ----------------------------------------------------------------------
+
+    def _run_stage(self, request: StageRequest, completed: int) -> None:
+        try:
+            self._begin(request, completed)
+            stage: Any
+            if request.kind == "rl":
+                assert self._link is not None
+                stage = RlStage(self, self._link, request.name)
+            else:
+                settings = self.config.pretrain if request.kind == "pretrain" else self.config.sft
+                stage = SupervisedStage(self, settings, request.name, Path(request.data_path))
+            stage.run(completed, request.num_steps)
+            finished = (*self._progress.finished_stages, request.name)
+            self._advance(stage=request.name, finished_stages=finished)
+            self.save()
+            self._set_state("finished", finished_stages=finished)
+        except StoppedError:
+            self._set_state("idle")
+        except (TrainerError, RolloutError) as error:
+            _log.error("stage %s failed: %s", request.name, error)
+            self._set_state("failed", error=f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - the process stays up to be asked why
+            _log.exception("stage %s failed", request.name)
+            self._set_state("failed", error=f"{type(error).__name__}: {error}")
+
+    def _begin(self, request: StageRequest, completed: int) -> None:
+        settings = getattr(self.config, request.kind)
+        self.learner.begin_stage(settings.optim, request.num_steps, settings.router_aux_loss)
+        if completed and self._loaded is not None:
+            checkpoints.load_all(self.learner, self._loaded)
+        if not completed:
+            self._advance(stage=request.name, stage_step=0)
+        self.metrics.begin_stage(request.name, completed)
+
+    def _advance(self, **changes: Any) -> None:
+        self._progress = dataclasses.replace(self._progress, **changes)
+        with self._lock:
+            self._status = dataclasses.replace(
+                self._status, weight_version=self._progress.weight_version
+            )
+
+    def _set_state(self, state: State, **changes: Any) -> None:
+        with self._lock:
+            self._status = dataclasses.replace(self._status, state=state, **changes)
+
+    def _wake(self) -> None:
+        self._jobs.put(lambda: None)
+
+    def _check_stop(self) -> None:
+        if self._stopping:
+            raise StoppedError("the trainer was told to stop")
