@@ -108,7 +108,7 @@ def find_interpreter(name: str, system_site: bool = False) -> str:
             return os.path.realpath(path)
     raise VenvError(
         f"no Python {wanted} was found on PATH or in pyenv, and the {name} environment needs one. "
-        f"Install it (`apt-get install python{env.versions[0]} python{env.versions[0]}-venv`, or "
+        f"Install it (your distribution's python{env.versions[0]} with its venv package, or "
         f"`pyenv install {env.versions[0]}`) or set {env.override} to its path."
     )
 

@@ -79,7 +79,7 @@ def test_missing_python_312_is_one_clear_message(tmp_path: pathlib.Path) -> None
     assert done.returncode == 1
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
-    for part in ("no Python 3.12", "apt-get install python3.12", "SWE_RL_HARNESS_PYTHON"):
+    for part in ("no Python 3.12", "pyenv install 3.12", "SWE_RL_HARNESS_PYTHON"):
         assert part in done.stderr
 
 
