@@ -20,7 +20,6 @@ from pydantic import BaseModel
 
 from bazel.environments import PYTHON
 from launch.ports import choose_ports
-from launch.programs import LAYERS
 from launch.recipe import Recipe, validated
 from launch.run_directory import RunDirectory
 from launch.supervisor import ProcessSpec, RestartPolicy, Supervisor
@@ -29,7 +28,7 @@ from rollout.client import RolloutClient
 from rollout.config import RolloutConfig
 from rollout.gateway.config import GatewayConfig
 from rollout.harness.config import HarnessConfig
-from sandbox.config import SandboxConfig
+from sandbox.config import BrokerConfig
 from trainer.client import TrainerClient
 from trainer.config import TrainerConfig
 
@@ -42,10 +41,23 @@ class Deployment:
 
     supervisor: Supervisor
 
-    def __init__(self, recipe: Recipe, run: RunDirectory, *, with_trainer: bool = True, with_engines: bool = True) -> None:
-        """Checks every setting. Raises UsageError; nothing is started or written yet."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: RunDirectory,
+        *,
+        with_trainer: bool = True,
+        serve_model: Path | None = None,
+        only_broker: bool = False,
+    ) -> None:
+        """Checks every setting. Raises UsageError; nothing is started or written yet.
+
+        Without a trainer there are engines only for serve_model, a Hugging Face folder whose
+        weights they serve as they are. only_broker starts nothing else.
+        """
         self._recipe, self._run = recipe, run
-        self._with_trainer, self._with_engines = with_trainer, with_engines
+        self._with_trainer, self._serve_model = with_trainer, serve_model
+        self._only_broker = only_broker
         fleet = recipe.fleet
         self._gateways = [f"gateway-{i}" for i in range(fleet.num_gateways)]
         self._workers = [f"worker-{i}" for i in range(fleet.num_workers)]
@@ -66,20 +78,29 @@ class Deployment:
     def _address(self, name: str) -> str:
         return f"127.0.0.1:{self._ports[name]}"
 
+    @property
+    def broker_address(self) -> str:
+        """HOST:PORT of the sandbox broker."""
+        return self._address("broker")
+
+    @property
+    def _model(self) -> Path:
+        return self._serve_model or self._run.model
+
     # ---- settings ----------------------------------------------------------------------
 
     def _sandbox_config(self) -> BaseModel:
-        images = {"toy": {"base": "host", "layers": [str(LAYERS / "toy")]}}
-        if (LAYERS / "pypi").exists():
-            images["pypi"] = {"base": "host", "layers": [str(LAYERS / "pypi"), str(LAYERS / "toy")]}
+        images = {name: {"base": "host", "layers": [str(self._run.layers / name)]} for name in ("toy", "pypi")}
         defaults = {"images": images, "state_dir": str(self._scratch / "sandboxes")}
-        return validated(SandboxConfig, _merged(defaults, self._recipe.sandbox), "[sandbox]")
+        return validated(BrokerConfig, _merged(defaults, self._recipe.sandbox), "[sandbox]")
 
     def _rollout_config(self) -> BaseModel:
         rl, given = self._recipe.rl, self._recipe.rollout
         sampling = {"banned_token_ids": [0, 1, 3, 4, 5], "stop_token_ids": [2]}
-        engines = {"python": PYTHON["engine"], "model_path": str(self._run.model)}
-        if not self._with_engines:
+        engines: dict[str, Any] = {"python": PYTHON["engine"], "model_path": str(self._model)}
+        if self._serve_model is not None:
+            engines["load_format"] = "auto"
+        elif not self._with_trainer:
             engines["num_engines"] = 0
         defaults = {
             "run_dir": str(self._run.root),
@@ -93,7 +114,7 @@ class Deployment:
         return validated(RolloutConfig, _merged(defaults, given), "[rollout]")
 
     def _gateway_config(self) -> BaseModel:
-        defaults = {"manager_address": self._address("manager"), "model_dir": str(self._run.model)}
+        defaults = {"manager_address": self._address("manager"), "model_dir": str(self._model)}
         return validated(GatewayConfig, _merged(defaults, self._recipe.gateway), "[gateway]")
 
     def _harness_config(self) -> BaseModel:
@@ -151,7 +172,10 @@ class Deployment:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _specs(self) -> list[ProcessSpec]:
-        specs = [self._server("broker", "sandbox.server"), self._server("manager", "rollout.server")]
+        specs = [self._server("broker", "sandbox.server")]
+        if self._only_broker:
+            return specs
+        specs.append(self._server("manager", "rollout.server"))
         if self._with_trainer:
             specs.append(self._server("trainer", "trainer.server"))
         specs += [self._server(name, "rollout.gateway.app", config="gateway") for name in self._gateways]

@@ -18,9 +18,6 @@ from launch.run_directory import RunDirectory
 
 _TIMEOUT_S = 900.0
 
-LAYERS = Path("~/.cache/swe_rl/layers").expanduser()
-"""Image layers are shared by all runs; their builder names them by the hash of their lock."""
-
 
 async def run_program(module: str, *arguments: object, log: Path, timeout_s: float = _TIMEOUT_S) -> str:
     """Runs `python -m module arguments` and returns its stdout.
@@ -66,7 +63,7 @@ async def prepare(recipe: Recipe, run: RunDirectory) -> None:
     tasks = recipe.tasks
     counts = ("--train", tasks.num_train, "--dev", tasks.num_dev, "--test", tasks.num_test)
     await asyncio.gather(
-        run_program("rollout.tasks.layers", "--out", LAYERS, "--only", "toy", log=log),
+        layers(run, "toy"),
         run_program("rollout.tasks.toy", "--out", run.tasks, *counts, "--seed", seed, log=log),
         _model(recipe, run),
     )
@@ -76,6 +73,12 @@ async def prepare(recipe: Recipe, run: RunDirectory) -> None:
         out = run.data / f"{kind}.sequences"
         await run_program("rollout.traces.build", "--model", run.model, *rows, "--out", out, log=log)
     done.write_text("")
+
+
+async def layers(run: RunDirectory, *names: str) -> None:
+    """Makes the image layers `names` as links in run.layers to the cache that all runs share."""
+    only = [part for name in names for part in ("--only", name)]
+    await run_program("rollout.tasks.layers", "--out", run.layers, *only, log=run.logs / "prepare.log")
 
 
 async def _model(recipe: Recipe, run: RunDirectory) -> None:

@@ -28,6 +28,7 @@ class RunDirectory:
     metrics = property(lambda self: self.root / "metrics")
     tasks = property(lambda self: self.root / "tasks")
     model = property(lambda self: self.root / "model")
+    layers = property(lambda self: self.root / "layers")
     data = property(lambda self: self.root / "data")
     checkpoints = property(lambda self: self.root / "checkpoints")
     trajectories = property(lambda self: self.root / "trajectories")

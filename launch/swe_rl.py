@@ -175,7 +175,7 @@ def tasks_validate(
     from launch.standalone import validate_tasks
 
     given = (_workdir() / index).absolute() if index else None
-    _execute(validate_tasks(given, (_workdir() / out).absolute() if out else None, console))
+    _execute(validate_tasks(_workdir(), given, (_workdir() / out).absolute() if out else None, console))
 
 
 def _job(recipe: Any, run_directory: Any) -> None:

@@ -1,0 +1,99 @@
+"""The report of a small invented run says what the run's files say."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+
+import pytest
+
+from launch.report.data import load_run
+from launch.report.page import write_report
+
+
+def _evaluation(stage: str, rewards: dict[str, list[float]], causes: list[str]) -> dict:
+    return {
+        "stage": stage,
+        "temperature": 1.0,
+        "agent": "mini",
+        "weight_version": 3,
+        "tasks": [
+            {"task_id": t, "rewards": r, "causes": causes, "attempt_ids": []}
+            for t, r in rewards.items()
+        ],
+    }
+
+
+@pytest.fixture(name="run")
+def run_fixture(tmp_path):
+    """A run directory with two evaluations, three RL steps (one of them twice), two attempts."""
+    metrics = tmp_path / "metrics"
+    metrics.mkdir()
+    (tmp_path / "config.toml").write_text("[rl]\nnum_steps = 3\n")
+    (tmp_path / "state.json").write_text(json.dumps({"stages": [{"name": "rl", "duration_s": 9.5}], "resumed_at_steps": [2]}))
+    evaluations = {
+        "sft-t1": _evaluation("sft", {"a": [0, 0], "b": [1, 0]}, ["submitted", "turn_cap"]),
+        "rl-t1": _evaluation("rl", {"a": [1, 0], "b": [1, 1]}, ["submitted", "submitted"]),
+    }
+    (metrics / "evaluations.json").write_text(json.dumps(evaluations))
+    steps = [
+        {"step": s, "loss": l, "reward_mean": 0.5, "time_wait_s": 1.0, "time_update_s": 2.0,
+         "staleness_histogram": {"0": 3, "1": 1}}
+        for s, l in ((1, 0.1), (2, 0.9), (2, 0.2), (3, 0.3))
+    ]  # fmt: skip
+    lines = "".join(json.dumps(step) + "\n" for step in steps)
+    (metrics / "rl.jsonl").write_text(lines + '{"step": 4, "lo')
+    attempt = {"cause": "submitted", "duration_s": 2.0, "model_time_s": 1.0}
+    (metrics / "attempts.jsonl").write_text(json.dumps(attempt) + "\n" + json.dumps({**attempt, "cause": "turn_cap"}) + "\n")
+    counters = {"model calls": {"gateway": 5, "engines": 5}, "execs": {"broker": 4, "harness": 3}}
+    (metrics / "counters.json").write_text(json.dumps(counters))
+    probe = {"weight_version": 2, "num_tokens": 5120, "mean_abs_nats": 2.5e-6, "max_abs_nats": 9e-6}
+    (metrics / "probe.json").write_text(json.dumps(probe))
+    return tmp_path
+
+
+def test_data_keeps_the_surviving_lineage_and_pairs_stages(run):
+    data = load_run(run)
+    assert [(row["step"], row["loss"]) for row in data.steps["rl"]] == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    assert data.staleness == {0: 9, 1: 3}
+    assert data.causes == {"submitted": 1, "turn_cap": 1}
+    sft, rl = data.evaluations
+    assert (sft.interval.mean, rl.interval.mean) == (0.25, 0.75)
+    assert sft.gain is None
+    assert rl.gain.mean == 0.5
+    assert sft.causes == {"submitted": 2, "turn_cap": 2}
+
+
+def test_counters_that_differ_are_said_to(run):
+    calls, execs = load_run(run).counters
+    assert calls.agree
+    assert not execs.agree
+
+
+class _Tags(HTMLParser):
+    """Counts tags and keeps references to other places."""
+
+    def __init__(self):
+        super().__init__()
+        self.count: dict[str, int] = {}
+        self.outside: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.count[tag] = self.count.get(tag, 0) + 1
+        self.outside += [v for k, v in attrs if k in ("src", "href") and v and v.startswith("http")]
+
+
+def test_page_is_one_self_contained_file(run):
+    text = write_report(run).read_text()
+    tags = _Tags()
+    tags.feed(text)
+    assert tags.outside == []
+    assert "script" not in tags.count
+    assert tags.count["svg"] >= 6
+    assert "2.50e-06" in text
+    assert "75.0 %" in text
+    assert "differ" in text
+
+
+def test_an_empty_run_still_has_a_report(tmp_path):
+    assert "No evaluation has finished" in write_report(tmp_path).read_text()
