@@ -1,0 +1,70 @@
+"""Runs the real `swe_rl` command in a directory of its own, the way a user does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests import leftovers
+
+SWE_RL = Path("launch/swe_rl").absolute()
+"""The command in this test's runfiles."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended, and what it left on the machine."""
+
+    code: int
+    out: str
+    err: str
+    left: dict[str, list[str]]
+
+
+class Command:
+    """One start of the command; `marker` is in the environment of all that it starts."""
+
+    def __init__(self, workdir: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
+        self.marker = f"SWE_RL_TEST_MARKER={uuid.uuid4().hex}"
+        name, _, value = self.marker.partition("=")
+        self._before = leftovers.footprint(self.marker)
+        self.process = subprocess.Popen(
+            [SWE_RL, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, name: value, "BUILD_WORKING_DIRECTORY": str(workdir), "COLUMNS": "200", **(env or {})},
+            start_new_session=True,
+        )
+
+    def finish(self, timeout_s: float) -> Outcome:
+        """Waits for the end; a command past its deadline is killed and fails the test."""
+        try:
+            out, err = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            out, err = self.process.communicate()
+            raise AssertionError(f"not over after {timeout_s} s\n{out[-3000:]}\n{err[-3000:]}") from None
+        left = leftovers.wait_until_clean(self._before, self.marker)
+        return Outcome(self.process.returncode, out, err, left)
+
+    def interrupt(self, number: int = signal.SIGINT) -> None:
+        """Sends a signal to the command alone, as `kill` does."""
+        self.process.send_signal(number)
+
+
+def swe_rl(workdir: Path, *arguments: str, timeout_s: float = 60.0, env: dict[str, str] | None = None) -> Outcome:
+    """Runs the command to its end."""
+    return Command(workdir, *arguments, env=env).finish(timeout_s)
+
+
+def run_root(workdir: Path) -> Path:
+    """The one run below workdir/runs."""
+    runs = sorted((workdir / "runs").iterdir())
+    assert len(runs) == 1, runs
+    return runs[0]

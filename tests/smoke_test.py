@@ -1,0 +1,71 @@
+"""The whole loop: recipe `smoke`, from nothing to its table, with every process real."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.command import run_root, swe_rl
+
+_TIMEOUT_S = 400
+
+
+@pytest.fixture(scope="module", name="finished")
+def finished_fixture(tmp_path_factory):
+    """(outcome, run directory) of one smoke run."""
+    workdir = tmp_path_factory.mktemp("smoke")
+    outcome = swe_rl(workdir, "@", "smoke", timeout_s=_TIMEOUT_S)
+    assert outcome.code == 0, outcome.out[-4000:] + outcome.err[-4000:]
+    return outcome, run_root(workdir)
+
+
+def test_it_ends_with_the_table_and_the_report(finished):
+    outcome, root = finished
+    for stage in ("base", "sft", "rl"):
+        assert stage in outcome.out
+    assert f"report: {root / 'report.html'}" in outcome.out
+    assert "<svg" in (root / "report.html").read_text()
+
+
+def test_nothing_is_left(finished):
+    assert finished[0].left == {}
+
+
+def test_engine_and_trainer_agree_in_the_probe(finished):
+    probe = json.loads((finished[1] / "metrics" / "probe.json").read_text())
+    assert probe["num_tokens"] >= 100
+    assert probe["mean_abs_nats"] <= 1e-5
+
+
+def test_every_side_counted_the_same(finished):
+    counters = json.loads((finished[1] / "metrics" / "counters.json").read_text())
+    assert set(counters) == {"model calls", "sampled tokens", "answered model calls", "execs"}
+    for what, sides in counters.items():
+        assert len(sides) >= 2
+        assert len(set(sides.values())) == 1, (what, sides)
+        assert min(sides.values()) > 0
+
+
+def test_every_attempt_ended_with_a_scored_cause(finished):
+    lines = (finished[1] / "metrics" / "attempts.jsonl").read_text().splitlines()
+    attempts = [json.loads(line) for line in lines]
+    assert len(attempts) >= 3 * 2 * 4
+    assert {attempt["cause"] for attempt in attempts} <= {"submitted", "turn_cap", "token_cap", "loop"}
+    assert all(attempt["reward"] in (0.0, 1.0) for attempt in attempts)
+
+
+def test_versions_are_on_every_step_and_grow(finished):
+    lines = (finished[1] / "metrics" / "rl.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    versions = [step["weight_version"] for step in steps]
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    # base and sft took versions 1 and 2
+    assert versions == [3, 4, 5]
+
+
+def test_a_steps_parts_add_up(finished):
+    lines = (finished[1] / "metrics" / "rl.jsonl").read_text().splitlines()
+    for step in map(json.loads, lines):
+        parts = [step[f"time_{p}_s"] for p in ("wait", "fetch", "logprob", "update", "publish", "other")]
+        assert sum(parts) == pytest.approx(step["time_step_s"], abs=1e-6)
