@@ -16,6 +16,7 @@ The supervisor guards the whole: a process that fails for good ends the job with
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
@@ -32,11 +33,11 @@ from launch.monitor import Monitor
 from launch.recipe import Recipe
 from launch.run_directory import RunDirectory, write_json
 from proto import rollout_pb2, trainer_pb2
-from rollout.client import RolloutClient
+from rollout.client import DeadlineError, RolloutClient, UnavailableError
 from trainer.client import TrainerClient
 
 _POLL_S = 0.5
-_PUBLISH_TIMEOUT_S = 300.0
+_DRAIN_TIMEOUT_S = 300.0
 
 
 class Job:
@@ -57,7 +58,27 @@ class Job:
             metrics = self._run.metrics
             interval = self._recipe.run.status_interval_s
             async with Monitor(rollout, trainer, metrics, interval, self._console) as self._monitor:
-                await self._deployment.supervisor.guard(self._stages(rollout, trainer))
+                await self._deployment.supervisor.guard(self._watched_stages(rollout, trainer))
+
+    async def _watched_stages(self, rollout: RolloutClient, trainer: TrainerClient) -> None:
+        """The stages, ended early when an engine fails for good: it is no process of ours to guard."""
+        stages = asyncio.create_task(self._stages(rollout, trainer))
+        engines = asyncio.create_task(self._watch_engines(rollout))
+        try:
+            await asyncio.wait({stages, engines}, return_when=asyncio.FIRST_COMPLETED)
+            await (stages if stages.done() else engines)
+        finally:
+            for task in (stages, engines):
+                task.cancel()
+            await asyncio.gather(stages, engines, return_exceptions=True)
+
+    async def _watch_engines(self, rollout: RolloutClient) -> None:
+        while True:
+            with contextlib.suppress(UnavailableError, DeadlineError):
+                for engine in (await rollout.get_status()).engines:
+                    if engine.state == "failed":
+                        raise JobFailed(f"engine {engine.name} failed: {engine.detail} (log: {self._run.logs})")
+            await asyncio.sleep(_POLL_S)
 
     async def _stages(self, rollout: RolloutClient, trainer: TrainerClient) -> None:
         recipe, data = self._recipe, self._run.data
@@ -84,17 +105,15 @@ class Job:
             number = rollout_pb2.Pool.Value(f"POOL_{pool.upper()}")
             await rollout.add_tasks(rollout_pb2.AddTasksRequest(pool=number, tasks=tasks))
 
-    async def _train(self, trainer: TrainerClient, kind: int, name: str, num_steps: int, data: Any = "") -> None:
+    async def _train(self, trainer: TrainerClient, kind: trainer_pb2.StageKind, name: str, num_steps: int, data: Any = "") -> None:
         """Runs a stage to its end, unless the trainer's checkpoint says that it is over."""
         if name in (await trainer.get_status()).finished_stages:
             return
         async with self._step(name):
-            await trainer.run_stage(
-                trainer_pb2.RunStageRequest(kind=kind, name=name, num_steps=num_steps, data_path=str(data))
-            )
+            await trainer.run_stage(kind, name, num_steps, str(data))
             await self._stage_end(trainer, kind, name, num_steps, data)
 
-    async def _stage_end(self, trainer: TrainerClient, kind: int, name: str, num_steps: int, data: Any) -> None:
+    async def _stage_end(self, trainer: TrainerClient, kind: trainer_pb2.StageKind, name: str, num_steps: int, data: Any) -> None:
         while True:
             status = await trainer.get_status()
             if name in status.finished_stages:
@@ -103,9 +122,7 @@ class Job:
                 raise JobFailed(f"stage {name} failed at step {status.step}: {status.error}")
             if status.state == trainer_pb2.STAGE_STATE_IDLE:
                 # The trainer was restarted: it goes on from its newest checkpoint.
-                await trainer.run_stage(
-                    trainer_pb2.RunStageRequest(kind=kind, name=name, num_steps=num_steps, data_path=str(data))
-                )
+                await trainer.run_stage(kind, name, num_steps, str(data))
             await asyncio.sleep(_POLL_S)
 
     async def _wait_for_engines(self, rollout: RolloutClient) -> None:
@@ -114,9 +131,6 @@ class Job:
         async with self._step("engines"):
             while True:
                 engines = (await rollout.get_status()).engines
-                failed = [engine.name for engine in engines if engine.state == "failed"]
-                if failed:
-                    raise JobFailed(f"engine {failed[0]} failed; see {self._run.logs}")
                 if engines and all(engine.state in ("stale", "serving") for engine in engines):
                     return
                 if time.monotonic() > deadline:
@@ -151,7 +165,7 @@ class Job:
         if stage == "rl" and published and serving:
             return  # each RL step publishes itself
         async with self._step(f"publish {stage}"):
-            await trainer.publish(timeout_s=_PUBLISH_TIMEOUT_S)
+            await trainer.publish()
 
     async def _probe(self, trainer: TrainerClient) -> None:
         """Compares the SFT evaluation's log-probs, sampled after a flush, with the trainer's."""
@@ -162,10 +176,7 @@ class Job:
             evaluation = json.loads((self._run.metrics / "evaluations.json").read_text())["sft-t1"]
             attempts = [attempt for task in evaluation["tasks"] for attempt in task["attempt_ids"]]
             version = evaluation["weight_version"]
-            gap = await trainer.measure_gap(
-                trainer_pb2.MeasureGapRequest(attempt_ids=attempts, weight_version=version),
-                timeout_s=_PUBLISH_TIMEOUT_S,
-            )
+            gap = await trainer.measure_gap(attempts, version)
             if gap.num_tokens < self._recipe.evaluation.probe_min_tokens:
                 raise JobFailed(
                     f"the probe compared {gap.num_tokens} tokens, fewer than "
@@ -189,9 +200,21 @@ class Job:
         await self._train(trainer, kind, "rl", self._recipe.rl.num_steps)
         closed = rollout_pb2.SetAdmissionRequest(open=False, reason="the rl stage is over")
         await rollout.set_admission(closed)
+        await self._drain(rollout)
+
+    async def _drain(self, rollout: RolloutClient) -> None:
+        """Until the attempts under way have ended, so that every side's counts are final."""
+        deadline = time.monotonic() + _DRAIN_TIMEOUT_S
+        async with self._step("drain"):
+            while time.monotonic() < deadline:
+                status = await rollout.get_status()
+                if not status.num_attempts_running and not status.num_attempts_queued:
+                    return
+                await asyncio.sleep(_POLL_S)
+        raise JobFailed(f"attempts under way did not end within {_DRAIN_TIMEOUT_S:.0f} s of the rl stage")
 
     async def _finish(self, rollout: RolloutClient, trainer: TrainerClient) -> None:
-        await trainer.export(trainer_pb2.ExportRequest(path=str(self._run.export)), timeout_s=_PUBLISH_TIMEOUT_S)
+        await trainer.export(str(self._run.export))
         await collect.attempts(rollout, self._run.metrics)
         await collect.counters(rollout, self._deployment, self._run.metrics)
 

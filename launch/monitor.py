@@ -16,6 +16,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 from google.protobuf import json_format
 from rich.console import Console
 from rich.live import Live
@@ -23,7 +24,7 @@ from rich.table import Table
 
 from proto import rollout_pb2, trainer_pb2
 from rollout.client import RolloutClient, RolloutError
-from trainer.client import TrainerClient, TrainerError
+from trainer.client import TrainerClient
 
 _RATE_WINDOW_S = 60.0
 _PLAIN_INTERVAL_S = 10.0
@@ -92,7 +93,7 @@ class Monitor:
             row["stage"] = self.stage
             with self._path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-        with contextlib.suppress(TrainerError):
+        with contextlib.suppress(grpc.aio.AioRpcError):
             self._trainer_status = await self._trainer.get_status()
 
     def trajectories_per_hour(self) -> float:

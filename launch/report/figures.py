@@ -155,7 +155,13 @@ def all_figures(data: RunData) -> dict[str, list[str]]:
         curve(rl, {"reward_mean": "reward"}, "Mean reward of consumed trajectories", "", resumed),
         curve(rl, {"grad_norm": "grad_norm"}, "Gradient norm before clipping", "", resumed),
         curve(rl, {"entropy_mean_nats": "entropy"}, "Entropy of the policy", "nats", resumed),
-        curve(rl, {"num_tokens_trained": "trained", "num_tokens": "all"}, "Tokens a step", "", resumed),
+        curve(
+            rl,
+            {"trained_tokens_per_trajectory_mean": "trained"},
+            "Trained tokens a trajectory",
+            "tokens",
+            resumed,
+        ),
     ]
     trust = [
         curve(
@@ -176,7 +182,7 @@ def all_figures(data: RunData) -> dict[str, list[str]]:
             resumed,
         ),
         bars(dict(sorted(data.staleness.items())), "Staleness of consumed trajectories", "versions", "trajectories"),
-        curve(rl, {"clip_fraction_weight_capped": "weight capped"}, "Capped importance weights", "fraction", resumed),
+        curve(rl, {"tis_capped_fraction": "weight capped"}, "Capped importance weights", "fraction", resumed),
     ]
     time_parts = _mean_time_parts(data.attempts)
     speed = [
