@@ -1,0 +1,93 @@
+"""After Ctrl-C, SIGTERM or a crash, in any stage, nothing is left and `resume` finishes the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import leftovers
+from tests.command import Command, run_root, swe_rl
+
+_TIMEOUT_S = 400
+
+
+def wait_for(command: Command, workdir: Path, ready) -> Path:
+    """Waits until ready(run directory); returns the run directory."""
+    deadline = time.monotonic() + _TIMEOUT_S
+    while time.monotonic() < deadline:
+        assert command.process.poll() is None, command.process.communicate()
+        roots = list(workdir.glob("runs/*/config.toml"))
+        if roots and ready(roots[0].parent):
+            return roots[0].parent
+        time.sleep(0.2)
+    raise AssertionError("the moment did not come")
+
+
+def pretraining(root: Path) -> bool:
+    """The first supervised stage is under way."""
+    return (root / "metrics" / "pretrain.jsonl").exists()
+
+
+def reinforcing(root: Path) -> bool:
+    """RL has made its first step."""
+    metrics = root / "metrics" / "rl.jsonl"
+    return metrics.exists() and metrics.read_text().count("\n") >= 1
+
+
+@pytest.mark.parametrize("moment", [pretraining, reinforcing], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl_c", "sigterm"])
+def test_a_signal_takes_everything_down(tmp_path, moment, number):
+    command = Command(tmp_path, "@", "smoke")
+    wait_for(command, tmp_path, moment)
+    command.interrupt(number)
+    outcome = command.finish(90)
+    assert outcome.code == 128 + number, outcome.err
+    assert "Traceback" not in outcome.out + outcome.err
+    assert outcome.left == {}
+
+
+def test_an_interrupted_run_is_resumed_to_its_table(tmp_path):
+    command = Command(tmp_path, "@", "smoke")
+    wait_for(command, tmp_path, reinforcing)
+    command.interrupt()
+    assert command.finish(90).left == {}
+    outcome = swe_rl(tmp_path, "resume", timeout_s=_TIMEOUT_S)
+    assert outcome.code == 0, outcome.out[-3000:] + outcome.err[-3000:]
+    assert outcome.left == {}
+    lines = (run_root(tmp_path) / "metrics" / "rl.jsonl").read_text().splitlines()
+    assert len(lines) == 3
+
+
+def test_kill_9_of_the_command_leaves_no_process(tmp_path):
+    """Children die with their parent; the next start of the run sweeps what else is left."""
+    before = leftovers.footprint("none")
+    command = Command(tmp_path, "@", "smoke")
+    wait_for(command, tmp_path, pretraining)
+    os.kill(command.process.pid, signal.SIGKILL)
+    command.process.communicate()
+    left = leftovers.wait_until_clean(before, command.marker, timeout_s=40)
+    assert "processes" not in left, left
+    outcome = swe_rl(tmp_path, "resume", timeout_s=_TIMEOUT_S)
+    assert outcome.code == 0, outcome.out[-3000:] + outcome.err[-3000:]
+    assert leftovers.wait_until_clean(before, command.marker) == {}
+
+
+def test_a_process_that_keeps_dying_ends_the_run_with_its_reason(tmp_path):
+    command = Command(tmp_path, "@", "smoke", "--run.max_restarts=0")
+    root = wait_for(command, tmp_path, pretraining)
+    for entry in Path("/proc").iterdir():
+        try:
+            text = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if entry.name.isdigit() and b"sandbox.server" in text and str(root).encode() in text:
+            os.kill(int(entry.name), signal.SIGKILL)
+    outcome = command.finish(90)
+    assert outcome.code == 3
+    assert "error: broker died" in outcome.err
+    assert "SIGKILL" in outcome.err
+    assert outcome.left == {}
