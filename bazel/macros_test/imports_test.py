@@ -12,7 +12,8 @@ from bazel import environments
     [
         ("main", "torch, triton, transformers, megatron.core, mbridge, grpc_tools, e2b"),
         ("main", "tensorboard, matplotlib, hypothesis, aiohttp, libcst, pyarrow, zstandard"),
-        ("engine", "torch, sglang, grpc, google.protobuf, xgrammar"),
+        # SGLang itself wants triton; on CPU the engine launcher stands in for it first.
+        ("engine", "torch, transformers, grpc, google.protobuf, fastapi, zmq"),
         ("harness", "harbor, harbor.trial.trial, minisweagent, grpc, google.protobuf"),
     ],
     ids=["trainer", "tools", "engine", "harness"],

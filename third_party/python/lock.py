@@ -30,6 +30,12 @@ _VERSIONS = {
 }
 
 
+def _version(python: str) -> str:
+    """Returns an interpreter's version, as in "3.12"."""
+    code = "import sys; print('%d.%d' % sys.version_info[:2])"
+    return subprocess.check_output([python, "-I", "-c", code], text=True).strip()
+
+
 def _report(
     python: str, requirements: list[str], constraints: list[str], *flags: str
 ) -> list[dict]:
@@ -62,7 +68,9 @@ def lock(env: str, pythons: list[str]) -> str:
     """Returns the text of `env`'s lock, resolved for each interpreter in `pythons`."""
     resolved, alone = _split((_HERE / f"{env}.in").read_text())
     hashes: dict[str, set[str]] = {}
+    versions: dict[str, list[str]] = {}
     for python in pythons:
+        version = _version(python)
         installs = _report(python, resolved, list(hashes))
         # 3.11 is refused by a few packages that nevertheless run there.
         installs += _report(python, alone, [], "--no-deps", "--ignore-requires-python")
@@ -72,9 +80,13 @@ def lock(env: str, pythons: list[str]) -> str:
             pin = f"{name}=={item['metadata']['version'].partition('+')[0]}"
             sha256 = item["download_info"]["archive_info"]["hashes"]["sha256"]
             hashes.setdefault(pin, set()).add(sha256)
+            versions.setdefault(pin, []).append(version)
     lines = [f"# Written by third_party/python/lock.py from {env}.in; do not edit.\n"]
     for pin in sorted(hashes):
-        lines.append(" \\\n".join([pin, *(f"    --hash=sha256:{h}" for h in sorted(hashes[pin]))]))
+        head = pin
+        if len(versions[pin]) < len(pythons):
+            head += " ; " + " or ".join(f"python_version == '{v}'" for v in versions[pin])
+        lines.append(" \\\n".join([head, *(f"    --hash=sha256:{h}" for h in sorted(hashes[pin]))]))
         lines[-1] += "\n"
     return "".join(lines)
 
