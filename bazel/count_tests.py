@@ -4,7 +4,8 @@
 
 Counts test cases in the test.xml of each test that a run reports, so results left over from
 targets that no longer exist are not counted. A test target that failed without a failing case
-(it did not build, timed out or crashed) counts as one failure. Skipped cases are in neither
+(it did not build, timed out or crashed) counts as one failure, and so does a run that Bazel
+itself ended with an error, as on a broken BUILD file. Skipped cases are in neither
 number; they are told on a line of their own. Exits with 1 when anything failed or nothing ran.
 """
 
@@ -54,6 +55,7 @@ def _xml_path(result: dict) -> Optional[pathlib.Path]:
 def count_run(events: str) -> Counts:
     """Counts the cases of one run from its build events, one JSON object a line."""
     targets: Dict[str, Counts] = {}
+    finished = 0
     for line in events.splitlines():
         event = json.loads(line)
         identity = event.get("id", {})
@@ -69,10 +71,12 @@ def count_run(events: str) -> Counts:
             built = event["testSummary"].get("overallStatus") not in ("NO_STATUS", None)
             if not built and not any(t.startswith(label + "#") for t in targets):
                 targets[label + "#"] = Counts(failed=1)
+        elif "finished" in event:
+            finished = event["finished"].get("exitCode", {}).get("code", 0)
     total = Counts()
     for counts in targets.values():
         total = total.plus(counts)
-    return total
+    return total.plus(Counts(failed=int(finished != 0 and not total.failed)))
 
 
 def main(argv: List[str]) -> int:

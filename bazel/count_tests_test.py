@@ -37,5 +37,13 @@ def test_failures_without_a_failing_case_count(tmp_path: pathlib.Path) -> None:
     assert count_tests.count_run("\n".join(events)) == count_tests.Counts(passed=1, failed=3)
 
 
+def test_broken_build_is_a_failure(tmp_path: pathlib.Path) -> None:
+    xml = tmp_path / "test.xml"
+    xml.write_text("<testsuites><testcase name='a'/></testsuites>")
+    finished = json.dumps({"id": {}, "finished": {"exitCode": {"name": "FAILED", "code": 1}}})
+    events = _result("//a:a_test", "PASSED", xml) + "\n" + finished
+    assert count_tests.count_run(events) == count_tests.Counts(passed=1, failed=1)
+
+
 def test_empty_run_is_a_failure() -> None:
     assert count_tests.main([]) == 1
