@@ -1,0 +1,1 @@
+"""The inference engines: processes, control calls and update windows (see README.md)."""

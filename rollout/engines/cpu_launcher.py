@@ -1,0 +1,58 @@
+"""Starts the real SGLang server on a machine without an accelerator.
+
+Purpose: `ENGINE_PY -P -m rollout.engines.cpu_launcher SGLANG_FLAGS...`; flags are those of
+`sglang serve`, with the CPU's own added here. Owner: EnginePool starts and ends it.
+
+Invariants: SGLang spawns its workers, and multiprocessing runs this module again in each of
+them under the name `__mp_main__`, so that the stand-ins of cpu_shim are there as well. Each
+process dies with the one that started it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+CPU_FLAGS = (
+    "--device=cpu",
+    "--attention-backend=torch_native",
+    "--sampling-backend=pytorch",
+    "--disable-overlap-schedule",
+    "--disable-cuda-graph",
+    "--skip-server-warmup",
+    "--sleep-on-idle",
+)
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Asks the kernel to kill this process when the one that started it ends."""
+    parent = os.getppid()
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it ended before the call above
+        os._exit(1)
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the server until it is ended; `arguments` are SGLang's flags."""
+    import runpy
+
+    sys.argv = ["sglang.launch_server", *CPU_FLAGS, *arguments]
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)
+
+
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv[1:]):
+    print(__doc__)
+    sys.exit(0)
+if __name__ in ("__main__", "__mp_main__"):
+    # The one place where an import does work: spawned children have no other entry.
+    die_with_parent()
+    from rollout.engines import cpu_shim
+
+    cpu_shim.install()
+if __name__ == "__main__":
+    main(sys.argv[1:])
