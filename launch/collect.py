@@ -60,7 +60,10 @@ async def attempts(rollout: RolloutClient, metrics: Path) -> None:
 
 async def counters(rollout: RolloutClient, deployment: Deployment, metrics: Path) -> None:
     """Writes what each side counted: {what: {side: count}}."""
-    write_json(metrics / "counters.json", await compare_counters(rollout, deployment, load_evaluations(metrics)))
+    write_json(
+        metrics / "counters.json",
+        await compare_counters(rollout, deployment, load_evaluations(metrics)),
+    )
 
 
 async def compare_counters(
@@ -73,7 +76,10 @@ async def compare_counters(
         summaries += await rollout.list_attempts(evaluation=name)
     gateways = [await _gateway_counters(url) for url in deployment.gateway_urls]
     broker = (await deployment.sandbox_status()).counters
-    gateway = {key: sum(int(g[key]) for g in gateways) for key in ("num_generate_calls", "num_sampled_tokens", "num_answered")}
+    gateway = {
+        key: sum(int(g[key]) for g in gateways)
+        for key in ("num_generate_calls", "num_sampled_tokens", "num_answered")
+    }
     return {
         "model calls": {
             "gateway": gateway["num_generate_calls"],
@@ -98,5 +104,8 @@ async def compare_counters(
 
 async def _gateway_counters(url: str) -> dict[str, Any]:
     timeout = aiohttp.ClientTimeout(total=_HTTP_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{url}/counters") as reply:
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as session,
+        session.get(f"{url}/counters") as reply,
+    ):
         return dict(await reply.json())

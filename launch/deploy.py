@@ -90,7 +90,10 @@ class Deployment:
     # ---- settings ----------------------------------------------------------------------
 
     def _sandbox_config(self) -> BaseModel:
-        images = {name: {"base": "host", "layers": [str(self._run.layers / name)]} for name in ("toy", "pypi")}
+        images = {
+            name: {"base": "host", "layers": [str(self._run.layers / name)]}
+            for name in ("toy", "pypi")
+        }
         defaults = {"images": images, "state_dir": str(self._scratch / "sandboxes")}
         return validated(BrokerConfig, _merged(defaults, self._recipe.sandbox), "[sandbox]")
 
@@ -178,13 +181,20 @@ class Deployment:
         specs.append(self._server("manager", "rollout.server"))
         if self._with_trainer:
             specs.append(self._server("trainer", "trainer.server"))
-        specs += [self._server(name, "rollout.gateway.app", config="gateway") for name in self._gateways]
+        specs += [
+            self._server(name, "rollout.gateway.app", config="gateway") for name in self._gateways
+        ]
         specs += [self._worker(name) for name in self._workers]
         return specs
 
     def _server(self, name: str, module: str, config: str = "") -> ProcessSpec:
         address = self._address(name)
-        arguments = ["--config", str(self._run.processes / f"{config or name}.json"), "--listen", address]
+        arguments = [
+            "--config",
+            str(self._run.processes / f"{config or name}.json"),
+            "--listen",
+            address,
+        ]
 
         async def grpc_ready() -> bool:
             return await serving.is_serving(address, timeout_s=_PROBE_TIMEOUT_S)
@@ -197,7 +207,16 @@ class Deployment:
 
     def _worker(self, name: str) -> ProcessSpec:
         config = str(self._run.processes / "worker.json")
-        argv = [PYTHON["harness"], "-P", "-m", "rollout.harness.worker", "--config", config, "--name", name]
+        argv = [
+            PYTHON["harness"],
+            "-P",
+            "-m",
+            "rollout.harness.worker",
+            "--config",
+            config,
+            "--name",
+            name,
+        ]
 
         async def started() -> bool:
             return True  # it serves nothing: it leases work as soon as it can

@@ -19,13 +19,6 @@ from rollout.client import DeadlineError, RolloutClient, UnavailableError
 
 _POLL_S = 20.0
 
-SCORED = frozenset(
-    trajectory_pb2.Cause.Value(name)
-    for name in trajectory_pb2.Cause.keys()
-    if 0 < trajectory_pb2.Cause.Value(name) < 20
-)
-"""Causes that are the policy's doing."""
-
 
 def cause_name(cause: int) -> str:
     """CAUSE_TURN_CAP -> turn_cap"""
@@ -55,7 +48,7 @@ async def evaluate(
     stage: str,
     temperature: float,
     attempts_per_task: int,
-    pool: int = rollout_pb2.POOL_TEST,
+    pool: rollout_pb2.Pool = rollout_pb2.POOL_TEST,
     agent: str = "mini",
     flush_before: bool = False,
     timeout_s: float,
@@ -99,7 +92,9 @@ async def evaluate(
     return result
 
 
-async def _finished(client: RolloutClient, name: str, timeout_s: float) -> rollout_pb2.GetEvaluationReply:
+async def _finished(
+    client: RolloutClient, name: str, timeout_s: float
+) -> rollout_pb2.GetEvaluationReply:
     deadline = time.monotonic() + timeout_s
     reply = rollout_pb2.GetEvaluationReply()
     while time.monotonic() < deadline:

@@ -36,7 +36,9 @@ def pass_at_1(rewards_by_task: Mapping[str, Sequence[float]], seed: int = 0) -> 
 
     None when no task has a scored attempt.
     """
-    means = np.array([float(np.mean(r)) for r in rewards_by_task.values() if len(r)], dtype=np.float64)
+    means = np.array(
+        [float(np.mean(r)) for r in rewards_by_task.values() if len(r)], dtype=np.float64
+    )
     if means.size == 0:
         return None
     mean = float(means.mean())

@@ -43,7 +43,9 @@ _DRAIN_TIMEOUT_S = 300.0
 class Job:
     """One run of the main job in one run directory."""
 
-    def __init__(self, recipe: Recipe, run: RunDirectory, deployment: Deployment, console: Console) -> None:
+    def __init__(
+        self, recipe: Recipe, run: RunDirectory, deployment: Deployment, console: Console
+    ) -> None:
         self._recipe = recipe
         self._run = run
         self._deployment = deployment
@@ -77,7 +79,9 @@ class Job:
             with contextlib.suppress(UnavailableError, DeadlineError):
                 for engine in (await rollout.get_status()).engines:
                     if engine.state == "failed":
-                        raise JobFailed(f"engine {engine.name} failed: {engine.detail} (log: {self._run.logs})")
+                        raise JobFailed(
+                            f"engine {engine.name} failed: {engine.detail} (log: {self._run.logs})"
+                        )
             await asyncio.sleep(_POLL_S)
 
     async def _stages(self, rollout: RolloutClient, trainer: TrainerClient) -> None:
@@ -105,7 +109,14 @@ class Job:
             number = rollout_pb2.Pool.Value(f"POOL_{pool.upper()}")
             await rollout.add_tasks(rollout_pb2.AddTasksRequest(pool=number, tasks=tasks))
 
-    async def _train(self, trainer: TrainerClient, kind: trainer_pb2.StageKind, name: str, num_steps: int, data: Any = "") -> None:
+    async def _train(
+        self,
+        trainer: TrainerClient,
+        kind: trainer_pb2.StageKind,
+        name: str,
+        num_steps: int,
+        data: Any = "",
+    ) -> None:
         """Runs a stage to its end, unless the trainer's checkpoint says that it is over."""
         if name in (await trainer.get_status()).finished_stages:
             return
@@ -113,7 +124,14 @@ class Job:
             await trainer.run_stage(kind, name, num_steps, str(data))
             await self._stage_end(trainer, kind, name, num_steps, data)
 
-    async def _stage_end(self, trainer: TrainerClient, kind: trainer_pb2.StageKind, name: str, num_steps: int, data: Any) -> None:
+    async def _stage_end(
+        self,
+        trainer: TrainerClient,
+        kind: trainer_pb2.StageKind,
+        name: str,
+        num_steps: int,
+        data: Any,
+    ) -> None:
         while True:
             status = await trainer.get_status()
             if name in status.finished_stages:
@@ -134,7 +152,9 @@ class Job:
                 if engines and all(engine.state in ("stale", "serving") for engine in engines):
                     return
                 if time.monotonic() > deadline:
-                    raise JobFailed(f"engines were not up in time; see {self._run.logs}, or raise run.start_timeout_s")
+                    raise JobFailed(
+                        f"engines were not up in time; see {self._run.logs}, or raise run.start_timeout_s"
+                    )
                 await asyncio.sleep(_POLL_S)
 
     async def _evaluate(self, rollout: RolloutClient, trainer: TrainerClient, stage: str) -> None:
@@ -161,7 +181,9 @@ class Job:
         """Publishes, unless every engine serves what the trainer published last."""
         status = await rollout.get_status()
         published = (await trainer.get_status()).weight_version
-        serving = all(e.state == "serving" and e.weight_version == published for e in status.engines)
+        serving = all(
+            e.state == "serving" and e.weight_version == published for e in status.engines
+        )
         if stage == "rl" and published and serving:
             return  # each RL step publishes itself
         async with self._step(f"publish {stage}"):
@@ -211,7 +233,9 @@ class Job:
                 if not status.num_attempts_running and not status.num_attempts_queued:
                     return
                 await asyncio.sleep(_POLL_S)
-        raise JobFailed(f"attempts under way did not end within {_DRAIN_TIMEOUT_S:.0f} s of the rl stage")
+        raise JobFailed(
+            f"attempts under way did not end within {_DRAIN_TIMEOUT_S:.0f} s of the rl stage"
+        )
 
     async def _finish(self, rollout: RolloutClient, trainer: TrainerClient) -> None:
         await trainer.export(str(self._run.export))

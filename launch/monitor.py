@@ -64,7 +64,9 @@ class Monitor:
 
     async def _watch(self) -> None:
         if self._console.is_terminal:
-            with Live(self._table(), console=self._console, auto_refresh=False, transient=True) as live:
+            with Live(
+                self._table(), console=self._console, auto_refresh=False, transient=True
+            ) as live:
                 while True:
                     await self._sample()
                     live.update(self._table(), refresh=True)
@@ -117,10 +119,14 @@ class Monitor:
         if manager is not None:
             shown["reward"] = f"{manager.reward_mean_recent:.3f}"
             shown["trajectories/hour"] = f"{self.trajectories_per_hour():,.0f}"
-            shown["in flight"] = f"{manager.num_attempts_running} (+{manager.num_attempts_queued} queued)"
+            shown["in flight"] = (
+                f"{manager.num_attempts_running} (+{manager.num_attempts_queued} queued)"
+            )
             shown["groups ready"] = str(manager.num_groups_ready)
             shown["weight_version"] = str(manager.weight_version)
-            shown["KV use"] = ", ".join(f"{e.name} {100 * e.kv_usage:.0f} % {e.state}" for e in manager.engines)
+            shown["KV use"] = ", ".join(
+                f"{e.name} {100 * e.kv_usage:.0f} % {e.state}" for e in manager.engines
+            )
         return shown
 
     def line(self) -> str:

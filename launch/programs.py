@@ -19,7 +19,9 @@ from launch.run_directory import RunDirectory
 _TIMEOUT_S = 900.0
 
 
-async def run_program(module: str, *arguments: object, log: Path, timeout_s: float = _TIMEOUT_S) -> str:
+async def run_program(
+    module: str, *arguments: object, log: Path, timeout_s: float = _TIMEOUT_S
+) -> str:
     """Runs `python -m module arguments` and returns its stdout.
 
     Raises JobFailed with its last line of stderr, or at the deadline.
@@ -71,14 +73,18 @@ async def prepare(recipe: Recipe, run: RunDirectory) -> None:
     for kind, stage in (("pretrain", recipe.pretrain), ("sft", recipe.sft)):
         rows = ("--kind", kind, "--rows", stage.num_rows, "--seed", seed, "--tasks", index)
         out = run.data / f"{kind}.sequences"
-        await run_program("rollout.traces.build", "--model", run.model, *rows, "--out", out, log=log)
+        await run_program(
+            "rollout.traces.build", "--model", run.model, *rows, "--out", out, log=log
+        )
     done.write_text("")
 
 
 async def layers(run: RunDirectory, *names: str) -> None:
     """Makes the image layers `names` as links in run.layers to the cache that all runs share."""
     only = [part for name in names for part in ("--only", name)]
-    await run_program("rollout.tasks.layers", "--out", run.layers, *only, log=run.logs / "prepare.log")
+    await run_program(
+        "rollout.tasks.layers", "--out", run.layers, *only, log=run.logs / "prepare.log"
+    )
 
 
 async def _model(recipe: Recipe, run: RunDirectory) -> None:

@@ -138,7 +138,9 @@ class Recipe(_Section):
         ):
             if key in getattr(self, section):
                 where = name if "." in name else f"rl.{name}"
-                raise ValueError(f"{section}.{key} is shared by several processes: set {where} instead")
+                raise ValueError(
+                    f"{section}.{key} is shared by several processes: set {where} instead"
+                )
         return self
 
 
@@ -152,7 +154,9 @@ def load_recipe(source: str, overrides: Sequence[str] = ()) -> tuple[str, Recipe
         values = tomllib.loads(path.read_text())
     except FileNotFoundError as error:
         known = sorted(p.stem for p in RECIPES.glob("*.toml"))
-        raise UsageError(f"no recipe {source!r}: want one of {', '.join(known)}, or PATH.toml") from error
+        raise UsageError(
+            f"no recipe {source!r}: want one of {', '.join(known)}, or PATH.toml"
+        ) from error
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"cannot read the recipe {path}: {error}") from error
     for override in overrides:

@@ -32,11 +32,18 @@ _TIMEOUT_S = 1800.0
 
 async def build_pypi(out: Path, console: Console) -> None:
     """Builds the PyPI bug tasks in out."""
-    out.mkdir(parents=True, exist_ok=True)
-    log = out / "build.log"
+    log = _build_log(out)
     await programs.run_program("rollout.tasks.pypi", "--out", out, log=log)
     index = json.loads((out / "index.json").read_text())
     console.print(f"{len(index)} tasks: {out / 'index.json'}", soft_wrap=True)
+
+
+def _build_log(out: Path) -> Path:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write {out}: {error.strerror}; choose another folder") from error
+    return out / "build.log"
 
 
 async def evaluate_tasks(
@@ -56,7 +63,9 @@ async def evaluate_tasks(
     if agent not in ("mini", "oracle", "nop"):
         raise UsageError(f"no agent {agent!r}: want mini, oracle or nop")
     if model is not None and not (model / "config.json").exists():
-        raise UsageError(f"{model} holds no exported model: finish a run first, or name one with --run")
+        raise UsageError(
+            f"{model} holds no exported model: finish a run first, or name one with --run"
+        )
     _, recipe = load_recipe("cpu")
     name = f"eval-{agent}-{time.strftime('%Y%m%d-%H%M%S')}"
     run = RunDirectory((workdir / recipe.run.directory / name).absolute())
@@ -64,6 +73,7 @@ async def evaluate_tasks(
     run.lock()
     try:
         index = await _index(tasks, workdir, run)
+        _refuse_missing(index)
         deployment = Deployment(recipe, run, with_trainer=False, serve_model=model)
         async with deployment.running() as (rollout, _):
             await _add(rollout, index)
@@ -88,22 +98,25 @@ async def evaluate_tasks(
         run.unlock()
 
 
-async def validate_tasks(workdir: Path, index: Path | None, out: Path | None, console: Console) -> None:
+async def validate_tasks(
+    workdir: Path, index: Path | None, out: Path | None, console: Console
+) -> None:
     """Validates a task set through a broker of its own. Raises JobFailed when one is quarantined."""
     _, recipe = load_recipe("smoke")
     run = RunDirectory((workdir / "runs" / f"validate-{time.strftime('%Y%m%d-%H%M%S')}").absolute())
     run.create()
     path = index or _PYPI_TASKS / "index.json"
-    if index is None:
-        await _pypi_index(run)
-    elif not index.exists():
-        raise UsageError(f"no task index {index}: `swe_rl tasks build` makes one")
+    entries = await _pypi_index(run) if index is None else _read_index(index)
+    _refuse_missing(entries)
     deployment = Deployment(recipe, run, with_trainer=False, only_broker=True)
     result = out or run.metrics / "validation.json"
     async with deployment.running():
         arguments = ("--index", path, "--broker", deployment.broker_address, "--json", result)
         text = await programs.run_program(
-            "rollout.tasks.validate", *arguments, log=run.logs / "validate.log", timeout_s=_TIMEOUT_S
+            "rollout.tasks.validate",
+            *arguments,
+            log=run.logs / "validate.log",
+            timeout_s=_TIMEOUT_S,
         )
     console.print(text.strip(), highlight=False, soft_wrap=True)
     console.print(f"results: {result}", highlight=False, soft_wrap=True)
@@ -116,12 +129,20 @@ async def _index(tasks: str, workdir: Path, run: RunDirectory) -> list[dict[str,
         return await _pypi_index(run)
     if tasks == "toy":
         counts = ("--train", 1, "--dev", 1, "--test", _NUM_TOY_TASKS)
-        await programs.run_program("rollout.tasks.toy", "--out", run.tasks, *counts, "--seed", 0, log=log)
+        await programs.run_program(
+            "rollout.tasks.toy", "--out", run.tasks, *counts, "--seed", 0, log=log
+        )
         entries: list[dict[str, Any]] = json.loads((run.tasks / "index.json").read_text())
         return [entry for entry in entries if entry["pool"] == "test"]
-    path = workdir / tasks
+    return _read_index(workdir / tasks)
+
+
+def _read_index(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
-        raise UsageError(f"no task set {tasks!r}: want pypi, toy, or the path of an index.json")
+        raise UsageError(
+            f"no task set {path.name!r}: want pypi, toy, or the path of an index.json "
+            "(`swe_rl tasks build` makes one)"
+        )
     try:
         loaded: list[dict[str, Any]] = json.loads(path.read_text())
     except ValueError as error:
@@ -138,13 +159,16 @@ async def _pypi_index(run: RunDirectory) -> list[dict[str, Any]]:
     return entries
 
 
-async def _add(rollout: RolloutClient, index: list[dict[str, Any]]) -> None:
+def _refuse_missing(index: list[dict[str, Any]]) -> None:
     missing = [entry["path"] for entry in index if not Path(entry["path"], "task.toml").exists()]
     if missing:
         raise UsageError(
             f"task directory {missing[0]} is missing or holds no task.toml "
             f"({len(missing)} of {len(index)} tasks): build the task set again"
         )
+
+
+async def _add(rollout: RolloutClient, index: list[dict[str, Any]]) -> None:
     tasks = [rollout_pb2.Task(task_id=entry["task_id"], path=entry["path"]) for entry in index]
     await rollout.add_tasks(rollout_pb2.AddTasksRequest(pool=rollout_pb2.POOL_TEST, tasks=tasks))
 
@@ -157,12 +181,18 @@ def _print(result: dict[str, Any], run: RunDirectory, console: Console) -> None:
     table.add_column("rewards")
     table.add_column("causes")
     for task in result["tasks"]:
-        table.add_row(task["task_id"], " ".join(f"{r:g}" for r in task["rewards"]), " ".join(task["causes"]))
+        table.add_row(
+            task["task_id"], " ".join(f"{r:g}" for r in task["rewards"]), " ".join(task["causes"])
+        )
     console.print(table)
     interval = pass_at_1(rewards)
     console.print(f"pass@1: {interval.percent() if interval else 'not scored'}", highlight=False)
-    console.print(f"causes: {', '.join(f'{c} {n}' for c, n in causes.most_common())}", highlight=False)
+    console.print(
+        f"causes: {', '.join(f'{c} {n}' for c, n in causes.most_common())}", highlight=False
+    )
     console.print(f"details: {run.metrics}", highlight=False, soft_wrap=True)
     unscored = sum(len(task["causes"]) - len(task["rewards"]) for task in result["tasks"])
     if unscored:
-        raise JobFailed(f"{unscored} attempts ended without a score; see {run.metrics}/evaluated_attempts.json")
+        raise JobFailed(
+            f"{unscored} attempts ended without a score; see {run.metrics}/evaluated_attempts.json"
+        )

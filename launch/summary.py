@@ -14,7 +14,14 @@ def print_summary(run: RunDirectory, console: Console) -> None:
     data = load_run(run.root)
     if data.evaluations:
         table = Table(title="pass@1 on held-out tasks, 95 % intervals", title_justify="left")
-        for column in ("stage", "sampling", "pass@1", "gain on the stage before", "tasks", "attempts"):
+        for column in (
+            "stage",
+            "sampling",
+            "pass@1",
+            "gain on the stage before",
+            "tasks",
+            "attempts",
+        ):
             table.add_column(column)
         for row in data.evaluations:
             table.add_row(
@@ -33,7 +40,7 @@ def print_summary(run: RunDirectory, console: Console) -> None:
             highlight=False,
             soft_wrap=True,
         )
-    for row in data.counters:
-        sides = ", ".join(f"{side} {count}" for side, count in row.sides.items())
-        verdict = "agree" if row.agree else "[red]differ[/red]"
-        console.print(f"{row.what}: {sides}: {verdict}", highlight=False, soft_wrap=True)
+    for counter in data.counters:
+        sides = ", ".join(f"{side} {count}" for side, count in counter.sides.items())
+        verdict = "agree" if counter.agree else "[red]differ[/red]"
+        console.print(f"{counter.what}: {sides}: {verdict}", highlight=False, soft_wrap=True)

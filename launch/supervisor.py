@@ -71,7 +71,9 @@ class _Watched:
 class Supervisor:
     """Owns local processes; create it inside a running loop and close() it."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, poll_interval_s: float = 0.1) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, poll_interval_s: float = 0.1
+    ) -> None:
         self._clock = clock
         self._poll_interval_s = poll_interval_s
         self._watched: dict[str, _Watched] = {}
@@ -93,9 +95,10 @@ class Supervisor:
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs work until it ends or a process fails for good; then raises ProcessFailed."""
-        task = asyncio.ensure_future(work)
+        task = asyncio.create_task(work)
+        waited: set[asyncio.Future[Any]] = {task, self._failure}
         try:
-            await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if self._failure.done() and not task.done():
                 raise self._failure.result()
             return task.result()
@@ -147,7 +150,9 @@ class Supervisor:
         deadline = self._clock() + spec.start_timeout_s
         while True:
             if process.returncode is not None:
-                raise ProcessFailed(f"{spec.name} did not start: {_reason(spec, process.returncode)}")
+                raise ProcessFailed(
+                    f"{spec.name} did not start: {_reason(spec, process.returncode)}"
+                )
             if await spec.ready():
                 return
             if self._clock() > deadline:
@@ -209,7 +214,7 @@ def _reason(spec: ProcessSpec, code: int) -> str:
     lines = _tail(spec.log_path)
     for line in reversed(lines):
         if line.startswith("error: "):
-            return f"{line[len('error: '):]} ({how}; log: {spec.log_path})"
+            return f"{line[len('error: ') :]} ({how}; log: {spec.log_path})"
     last = lines[-1] if lines else "its log is empty"
     return f"{last} ({how}; log: {spec.log_path})"
 

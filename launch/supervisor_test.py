@@ -55,7 +55,9 @@ def test_a_start_failure_tells_the_error_line_of_the_log(tmp_path):
             return False
 
         code = "import sys; print('noise'); print('error: port 1 is taken', file=sys.stderr); sys.exit(2)"
-        with pytest.raises(ProcessFailed, match=r"broker did not start: port 1 is taken \(exit code 2"):
+        with pytest.raises(
+            ProcessFailed, match=r"broker did not start: port 1 is taken \(exit code 2"
+        ):
             await supervisor.start(spec(tmp_path, "broker", code, ready=never))
 
     supervised(scenario)

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -92,7 +92,9 @@ def _split_recipe(arguments: list[str]) -> tuple[str, list[str]]:
 @app.command(context_settings=_EXTRA)
 def run(
     context: typer.Context,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")
+    ] = False,
 ) -> None:
     """Runs the job of a recipe: `[@ NAME|PATH.toml] [--section.field=value ...]`; default: cpu."""
     from launch.recipe import load_recipe
@@ -106,7 +108,9 @@ def run(
     folder = recipe.run.name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_directory = RunDirectory((_workdir() / recipe.run.directory / folder).absolute())
     if run_directory.config.exists():
-        raise UsageError(f"the run {run_directory.root} exists: `swe_rl resume {folder}` continues it")
+        raise UsageError(
+            f"the run {run_directory.root} exists: `swe_rl resume {folder}` continues it"
+        )
     run_directory.create()
     run_directory.config.write_text(_toml(recipe))
     _job(recipe, run_directory)
@@ -114,7 +118,9 @@ def run(
 
 @app.command()
 def resume(
-    name: Annotated[str, typer.Argument(help="Name below runs/, or path; default: the newest.")] = "",
+    name: Annotated[
+        str, typer.Argument(help="Name below runs/, or path; default: the newest.")
+    ] = "",
 ) -> None:
     """Continues an interrupted run from its newest checkpoint."""
     from launch.recipe import load_recipe
@@ -128,9 +134,16 @@ def resume(
 
 @app.command(name="eval")
 def evaluate(
-    tasks: Annotated[str, typer.Option(help="`pypi`, `toy`, or the path of an index.json.")] = "pypi",
-    agent: Annotated[str, typer.Option(help="`oracle` (applies the gold patch), `nop`, or `mini` (the policy).")] = "mini",
-    run_name: Annotated[str, typer.Option("--run", help="Run whose exported model `mini` uses; default: the newest.")] = "",
+    tasks: Annotated[
+        str, typer.Option(help="`pypi`, `toy`, or the path of an index.json.")
+    ] = "pypi",
+    agent: Annotated[
+        str, typer.Option(help="`oracle` (applies the gold patch), `nop`, or `mini` (the policy).")
+    ] = "mini",
+    run_name: Annotated[
+        str,
+        typer.Option("--run", help="Run whose exported model `mini` uses; default: the newest."),
+    ] = "",
     attempts: Annotated[int, typer.Option(min=1, help="Attempts a task.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
 ) -> None:
@@ -148,7 +161,9 @@ def evaluate(
 
 @app.command()
 def report(
-    name: Annotated[str, typer.Argument(help="Name below runs/, or path; default: the newest.")] = "",
+    name: Annotated[
+        str, typer.Argument(help="Name below runs/, or path; default: the newest.")
+    ] = "",
 ) -> None:
     """Writes report.html of a run again, from what is in its metrics/."""
     from launch.report.page import write_report
@@ -168,14 +183,20 @@ def tasks_build(
 
 @tasks_app.command(name="validate")
 def tasks_validate(
-    index: Annotated[Optional[Path], typer.Option(help="index.json of a task set; default: the PyPI tasks.")] = None,  # noqa: UP007, UP045
-    out: Annotated[Optional[Path], typer.Option("--json", help="Write the result of each task here.")] = None,  # noqa: UP007, UP045
+    index: Annotated[
+        Path | None, typer.Option(help="index.json of a task set; default: the PyPI tasks.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--json", help="Write the result of each task here.")
+    ] = None,
 ) -> None:
     """Runs the gold patch and no patch three times each; quarantines what is not 1.0 and 0.0."""
     from launch.standalone import validate_tasks
 
     given = (_workdir() / index).absolute() if index else None
-    _execute(validate_tasks(_workdir(), given, (_workdir() / out).absolute() if out else None, console))
+    _execute(
+        validate_tasks(_workdir(), given, (_workdir() / out).absolute() if out else None, console)
+    )
 
 
 def _job(recipe: Any, run_directory: Any) -> None:
@@ -205,7 +226,9 @@ def _find_run(name: str) -> Any:
         candidates = [_workdir() / name, _workdir() / "runs" / name]
         found = [path for path in candidates if (path / "config.toml").exists()]
         if not found:
-            raise UsageError(f"no run {name!r}: looked for config.toml in {' and '.join(map(str, candidates))}")
+            raise UsageError(
+                f"no run {name!r}: looked for config.toml in {' and '.join(map(str, candidates))}"
+            )
         return RunDirectory(found[0].absolute())
     runs = sorted((_workdir() / "runs").glob("*/config.toml"), key=lambda p: p.stat().st_mtime)
     if not runs:

@@ -42,7 +42,9 @@ def describe(files: descriptor_pb2.FileDescriptorSet) -> dict[str, Any]:
         for message in file.message_type:
             _describe_message(message, file.package, contract)
         for enum in file.enum_type:
-            contract["enums"][f"{file.package}.{enum.name}"] = {v.name: v.number for v in enum.value}
+            contract["enums"][f"{file.package}.{enum.name}"] = {
+                v.name: v.number for v in enum.value
+            }
         for service in file.service:
             contract["services"][f"{file.package}.{service.name}"] = {
                 method.name: [
@@ -54,7 +56,9 @@ def describe(files: descriptor_pb2.FileDescriptorSet) -> dict[str, Any]:
     return contract
 
 
-def _describe_message(message: descriptor_pb2.DescriptorProto, scope: str, contract: dict[str, Any]) -> None:
+def _describe_message(
+    message: descriptor_pb2.DescriptorProto, scope: str, contract: dict[str, Any]
+) -> None:
     name = f"{scope}.{message.name}"
     contract["messages"][name] = {
         field.name: {
@@ -116,7 +120,9 @@ def _undocumented_fields(
     if message.options.map_entry:
         return []
     name = f"{scope}.{message.name}"
-    missing = [f"{name}.{f.name}" for i, f in enumerate(message.field) if (*path, 2, i) not in commented]
+    missing = [
+        f"{name}.{f.name}" for i, f in enumerate(message.field) if (*path, 2, i) not in commented
+    ]
     for index, nested in enumerate(message.nested_type):
         missing += _undocumented_fields(nested, name, (*path, 3, index), commented)
     return missing

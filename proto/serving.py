@@ -108,7 +108,8 @@ class _TokenInterceptor(grpc.aio.ServerInterceptor):
 
         async def refuse(_request: Any, context: grpc.aio.ServicerContext) -> None:
             await context.abort(
-                grpc.StatusCode.UNAUTHENTICATED, "missing or wrong bearer token: set SWE_RL_TOKEN_FILE"
+                grpc.StatusCode.UNAUTHENTICATED,
+                "missing or wrong bearer token: set SWE_RL_TOKEN_FILE",
             )
 
         self._refuse = grpc.unary_unary_rpc_method_handler(refuse)
@@ -164,7 +165,7 @@ class Server:
 
     async def start(self) -> str:
         """Binds and serves. Returns `HOST:PORT`. Raises ServingError when it cannot bind."""
-        host, port = split_address(self._config.listen)
+        host, _ = split_address(self._config.listen)
         try:
             if is_loopback(host):
                 bound = self.grpc_server.add_insecure_port(self._config.listen)
@@ -219,7 +220,9 @@ def write_address(path: Path, address: str) -> None:
 
 def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds --listen, --address-file and the TLS arguments that every server takes."""
-    parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT; port 0 takes a free one")
+    parser.add_argument(
+        "--listen", default="127.0.0.1:0", help="HOST:PORT; port 0 takes a free one"
+    )
     parser.add_argument("--address-file", type=Path, help="the bound HOST:PORT is written here")
     parser.add_argument("--tls-certificate", type=Path, help="PEM chain, needed off loopback")
     parser.add_argument("--tls-private-key", type=Path, help="PEM key, needed off loopback")
@@ -284,7 +287,9 @@ def _read_token(path: Path) -> str:
     return token
 
 
-def _client_credentials(address: str, security: ClientSecurity | None) -> grpc.ChannelCredentials | None:
+def _client_credentials(
+    address: str, security: ClientSecurity | None
+) -> grpc.ChannelCredentials | None:
     host, _ = split_address(address)
     if is_loopback(host):
         return None

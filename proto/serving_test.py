@@ -150,7 +150,9 @@ def test_tls_and_token_off_loopback(certificate, tmp_path):
         roots = grpc.ssl_channel_credentials(cert.read_bytes())
 
         def credentials(text):
-            return grpc.composite_channel_credentials(roots, grpc.access_token_call_credentials(text))
+            return grpc.composite_channel_credentials(
+                roots, grpc.access_token_call_credentials(text)
+            )
 
         async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials("t" * 40)) as channel:
             assert await capacity(channel) == 7

@@ -27,7 +27,11 @@ def check(outcome, *wanted: str) -> None:
 
 def test_unknown_key_in_a_recipe(tmp_path):
     (tmp_path / "mine.toml").write_text("[rl]\nnum_stepz = 3\n")
-    check(swe_rl(tmp_path, "@", "mine.toml", timeout_s=_SECONDS), "rl.num_stepz", "did you mean num_steps?")
+    check(
+        swe_rl(tmp_path, "@", "mine.toml", timeout_s=_SECONDS),
+        "rl.num_stepz",
+        "did you mean num_steps?",
+    )
 
 
 def test_unknown_key_of_a_package(tmp_path):
@@ -43,12 +47,16 @@ def test_wrong_type(tmp_path):
 def test_missing_task_directory(tmp_path):
     index = [{"task_id": "a", "path": str(tmp_path / "gone"), "pool": "test"}]
     (tmp_path / "index.json").write_text(json.dumps(index))
-    outcome = swe_rl(tmp_path, "eval", "--tasks", "index.json", "--agent", "nop", timeout_s=2 * _SECONDS)
+    outcome = swe_rl(
+        tmp_path, "eval", "--tasks", "index.json", "--agent", "nop", timeout_s=2 * _SECONDS
+    )
     check(outcome, "task directory", str(tmp_path / "gone"))
 
 
 def test_missing_task_index(tmp_path):
-    outcome = swe_rl(tmp_path, "eval", "--tasks", "nowhere.json", "--agent", "nop", timeout_s=_SECONDS)
+    outcome = swe_rl(
+        tmp_path, "eval", "--tasks", "nowhere.json", "--agent", "nop", timeout_s=_SECONDS
+    )
     check(outcome, "no task set 'nowhere.json'")
 
 
@@ -65,7 +73,13 @@ def test_engine_that_fails_to_start(tmp_path):
     """An engine flag that SGLang refuses: the engine's own reason reaches the terminal."""
     flags = '--rollout.engines.extra_flags=["--no-such-flag"]'
     outcome = swe_rl(
-        tmp_path, "@", "smoke", flags, "--rollout.engines.max_restarts=0", "--pretrain.num_steps=1", timeout_s=240
+        tmp_path,
+        "@",
+        "smoke",
+        flags,
+        "--rollout.engines.max_restarts=0",
+        "--pretrain.num_steps=1",
+        timeout_s=240,
     )
     check(outcome, "engine", "no-such-flag")
 
@@ -90,7 +104,9 @@ def test_a_run_is_not_overwritten(tmp_path):
     root = tmp_path / "runs" / "mine"
     root.mkdir(parents=True)
     (root / "config.toml").write_text("")
-    check(swe_rl(tmp_path, "@", "smoke", "--run.name=mine", timeout_s=_SECONDS), "swe_rl resume mine")
+    check(
+        swe_rl(tmp_path, "@", "smoke", "--run.name=mine", timeout_s=_SECONDS), "swe_rl resume mine"
+    )
 
 
 def test_help_needs_no_torch(tmp_path):

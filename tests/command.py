@@ -38,7 +38,13 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, name: value, "BUILD_WORKING_DIRECTORY": str(workdir), "COLUMNS": "200", **(env or {})},
+            env={
+                **os.environ,
+                name: value,
+                "BUILD_WORKING_DIRECTORY": str(workdir),
+                "COLUMNS": "200",
+                **(env or {}),
+            },
             start_new_session=True,
         )
 
@@ -49,7 +55,9 @@ class Command:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             out, err = self.process.communicate()
-            raise AssertionError(f"not over after {timeout_s} s\n{out[-3000:]}\n{err[-3000:]}") from None
+            raise AssertionError(
+                f"not over after {timeout_s} s\n{out[-3000:]}\n{err[-3000:]}"
+            ) from None
         left = leftovers.wait_until_clean(self._before, self.marker)
         return Outcome(self.process.returncode, out, err, left)
 
@@ -58,7 +66,9 @@ class Command:
         self.process.send_signal(number)
 
 
-def swe_rl(workdir: Path, *arguments: str, timeout_s: float = 60.0, env: dict[str, str] | None = None) -> Outcome:
+def swe_rl(
+    workdir: Path, *arguments: str, timeout_s: float = 60.0, env: dict[str, str] | None = None
+) -> Outcome:
     """Runs the command to its end."""
     return Command(workdir, *arguments, env=env).finish(timeout_s)
 

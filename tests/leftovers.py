@@ -51,7 +51,9 @@ def footprint(marker: str) -> Footprint:
     )
 
 
-def wait_until_clean(before: Footprint, marker: str, timeout_s: float = 10.0) -> dict[str, list[str]]:
+def wait_until_clean(
+    before: Footprint, marker: str, timeout_s: float = 10.0
+) -> dict[str, list[str]]:
     """What is left after at most timeout_s: the kernel frees namespaces a little later."""
     deadline = time.monotonic() + timeout_s
     while True:

@@ -51,7 +51,12 @@ def test_every_attempt_ended_with_a_scored_cause(finished):
     lines = (finished[1] / "metrics" / "attempts.jsonl").read_text().splitlines()
     attempts = [json.loads(line) for line in lines]
     assert len(attempts) >= 3 * 2 * 4
-    assert {attempt["cause"] for attempt in attempts} <= {"submitted", "turn_cap", "token_cap", "loop"}
+    assert {attempt["cause"] for attempt in attempts} <= {
+        "submitted",
+        "turn_cap",
+        "token_cap",
+        "loop",
+    }
     assert all(attempt["reward"] in (0.0, 1.0) for attempt in attempts)
 
 
@@ -67,5 +72,7 @@ def test_versions_are_on_every_step_and_grow(finished):
 def test_a_steps_parts_add_up(finished):
     lines = (finished[1] / "metrics" / "rl.jsonl").read_text().splitlines()
     for step in map(json.loads, lines):
-        parts = [step[f"time_{p}_s"] for p in ("wait", "fetch", "logprob", "update", "publish", "other")]
+        parts = [
+            step[f"time_{p}_s"] for p in ("wait", "fetch", "logprob", "update", "publish", "other")
+        ]
         assert sum(parts) == pytest.approx(step["time_step_s"], abs=1e-6)

@@ -89,7 +89,9 @@ def load_run(root: Path) -> RunData:
             data.steps[path.stem] = _last_per_step(_json_lines(path))
     data.attempts = list(_json_lines(metrics / "attempts.jsonl"))
     data.status = list(_json_lines(metrics / "status.jsonl"))
-    data.counters = [CounterRow(what, sides) for what, sides in _json(metrics / "counters.json").items()]
+    data.counters = [
+        CounterRow(what, sides) for what, sides in _json(metrics / "counters.json").items()
+    ]
     data.probe = _json(metrics / "probe.json")
     data.stages = list(state.get("stages", []))
     data.resumed_at_steps = list(state.get("resumed_at_steps", []))
@@ -102,7 +104,9 @@ def evaluation_rows(evaluations: Mapping[str, Row]) -> list[EvaluationRow]:
     before: dict[str, dict[str, list[float]]] = {}
     for evaluation in evaluations.values():
         rewards = {task["task_id"]: task["rewards"] for task in evaluation["tasks"]}
-        sampling = "greedy" if evaluation["temperature"] == 0 else f"T={evaluation['temperature']:g}"
+        sampling = (
+            "greedy" if evaluation["temperature"] == 0 else f"T={evaluation['temperature']:g}"
+        )
         previous = before.get(sampling)
         causes: Counter[str] = Counter()
         for task in evaluation["tasks"]:

@@ -34,7 +34,9 @@ def _svg(figure: Figure) -> str:
     return text[text.index("<svg") :]
 
 
-def _axes(title: str, x: str, y: str, width: float = 5.2, height: float = 2.7) -> tuple[Figure, Axes]:
+def _axes(
+    title: str, x: str, y: str, width: float = 5.2, height: float = 2.7
+) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title, fontsize=10, loc="left", color=_INK)
@@ -71,14 +73,18 @@ def pass_at_1_by_stage(rows: Sequence[EvaluationRow]) -> str:
     return _svg(figure)
 
 
-def curve(steps: Sequence[Row], names: Mapping[str, str], title: str, y: str, resumed: Sequence[int]) -> str:
+def curve(
+    steps: Sequence[Row], names: Mapping[str, str], title: str, y: str, resumed: Sequence[int]
+) -> str:
     """Lines over optimizer steps; `names` maps a scalar's name to its label."""
     figure, axes = _axes(title, "step", y)
     drawn = False
     for name, label in names.items():
         points = [(row["step"], row[name]) for row in steps if row.get(name) is not None]
         if points:
-            axes.plot(*zip(*points, strict=True), label=label, linewidth=1.4, marker=".", markersize=4)
+            axes.plot(
+                *zip(*points, strict=True), label=label, linewidth=1.4, marker=".", markersize=4
+            )
             drawn = True
     for step in resumed:
         axes.axvline(step, color=_MUTED, linestyle=":", linewidth=1)
@@ -113,7 +119,9 @@ def bars(counts: Mapping[Any, float], title: str, x: str, y: str) -> str:
     axes.bar(range(len(counts)), list(counts.values()), 0.7, color=_ACCENT)
     labels = [str(key) for key in counts]
     turned = max(map(len, labels)) > 8
-    axes.set_xticks(range(len(labels)), labels, rotation=30 if turned else 0, ha="right" if turned else "center")
+    axes.set_xticks(
+        range(len(labels)), labels, rotation=30 if turned else 0, ha="right" if turned else "center"
+    )
     return _svg(figure)
 
 
@@ -126,7 +134,9 @@ def histogram(values: Sequence[float], title: str, x: str, y: str = "trajectorie
     return _svg(figure)
 
 
-def over_time(status: Sequence[Row], read: Callable[[Row], Mapping[str, float]], title: str, y: str) -> str:
+def over_time(
+    status: Sequence[Row], read: Callable[[Row], Mapping[str, float]], title: str, y: str
+) -> str:
     """Lines over seconds since the first sample; `read` gives the values of one sample."""
     if not status:
         return ""
@@ -181,8 +191,19 @@ def all_figures(data: RunData) -> dict[str, list[str]]:
             "",
             resumed,
         ),
-        bars(dict(sorted(data.staleness.items())), "Staleness of consumed trajectories", "versions", "trajectories"),
-        curve(rl, {"tis_capped_fraction": "weight capped"}, "Capped importance weights", "fraction", resumed),
+        bars(
+            dict(sorted(data.staleness.items())),
+            "Staleness of consumed trajectories",
+            "versions",
+            "trajectories",
+        ),
+        curve(
+            rl,
+            {"tis_capped_fraction": "weight capped"},
+            "Capped importance weights",
+            "fraction",
+            resumed,
+        ),
     ]
     time_parts = _mean_time_parts(data.attempts)
     speed = [
@@ -211,7 +232,9 @@ def all_figures(data: RunData) -> dict[str, list[str]]:
         "Learning": learning,
         "Trust": trust,
         "Time": speed,
-        "Causes": [bars(dict(data.causes.most_common()), "Causes of training attempts", "", "attempts")],
+        "Causes": [
+            bars(dict(data.causes.most_common()), "Causes of training attempts", "", "attempts")
+        ],
     }
     return {title: [svg for svg in drawn if svg] for title, drawn in sections.items()}
 
@@ -220,4 +243,6 @@ def _mean_time_parts(attempts: Sequence[Row]) -> dict[str, float]:
     parts = ("environment", "model", "tool", "verifier", "overhead")
     if not attempts:
         return {}
-    return {p: sum(float(a.get(f"{p}_time_s", 0.0)) for a in attempts) / len(attempts) for p in parts}
+    return {
+        p: sum(float(a.get(f"{p}_time_s", 0.0)) for a in attempts) / len(attempts) for p in parts
+    }

@@ -30,21 +30,25 @@ def run_fixture(tmp_path):
     metrics = tmp_path / "metrics"
     metrics.mkdir()
     (tmp_path / "config.toml").write_text("[rl]\nnum_steps = 3\n")
-    (tmp_path / "state.json").write_text(json.dumps({"stages": [{"name": "rl", "duration_s": 9.5}], "resumed_at_steps": [2]}))
+    (tmp_path / "state.json").write_text(
+        json.dumps({"stages": [{"name": "rl", "duration_s": 9.5}], "resumed_at_steps": [2]})
+    )
     evaluations = {
         "sft-t1": _evaluation("sft", {"a": [0, 0], "b": [1, 0]}, ["submitted", "turn_cap"]),
         "rl-t1": _evaluation("rl", {"a": [1, 0], "b": [1, 1]}, ["submitted", "submitted"]),
     }
     (metrics / "evaluations.json").write_text(json.dumps(evaluations))
     steps = [
-        {"step": s, "loss": l, "reward_mean": 0.5, "time_wait_s": 1.0, "time_update_s": 2.0,
+        {"step": s, "loss": v, "reward_mean": 0.5, "time_wait_s": 1.0, "time_update_s": 2.0,
          "staleness_histogram": {"0": 3, "1": 1}}
-        for s, l in ((1, 0.1), (2, 0.9), (2, 0.2), (3, 0.3))
+        for s, v in ((1, 0.1), (2, 0.9), (2, 0.2), (3, 0.3))
     ]  # fmt: skip
     lines = "".join(json.dumps(step) + "\n" for step in steps)
     (metrics / "rl.jsonl").write_text(lines + '{"step": 4, "lo')
     attempt = {"cause": "submitted", "duration_s": 2.0, "model_time_s": 1.0}
-    (metrics / "attempts.jsonl").write_text(json.dumps(attempt) + "\n" + json.dumps({**attempt, "cause": "turn_cap"}) + "\n")
+    (metrics / "attempts.jsonl").write_text(
+        json.dumps(attempt) + "\n" + json.dumps({**attempt, "cause": "turn_cap"}) + "\n"
+    )
     counters = {"model calls": {"gateway": 5, "engines": 5}, "execs": {"broker": 4, "harness": 3}}
     (metrics / "counters.json").write_text(json.dumps(counters))
     probe = {"weight_version": 2, "num_tokens": 5120, "mean_abs_nats": 2.5e-6, "max_abs_nats": 9e-6}
@@ -54,10 +58,17 @@ def run_fixture(tmp_path):
 
 def test_data_keeps_the_surviving_lineage_and_pairs_stages(run):
     data = load_run(run)
-    assert [(row["step"], row["loss"]) for row in data.steps["rl"]] == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    assert [(row["step"], row["loss"]) for row in data.steps["rl"]] == [
+        (1, 0.1),
+        (2, 0.2),
+        (3, 0.3),
+    ]
     assert data.staleness == {0: 9, 1: 3}
     assert data.causes == {"submitted": 1, "turn_cap": 1}
     sft, rl = data.evaluations
+    assert sft.interval is not None
+    assert rl.interval is not None
+    assert rl.gain is not None
     assert (sft.interval.mean, rl.interval.mean) == (0.25, 0.75)
     assert sft.gain is None
     assert rl.gain.mean == 0.5
