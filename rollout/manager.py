@@ -1,0 +1,587 @@
+"""RolloutManager: who runs which attempt, what was sampled, and what the trainer gets.
+
+Owner of the ledger, the token store, the scheduler's tickets, the engines and their update
+windows. One asyncio loop runs everything; every ledger transition is one synchronous
+transaction, so that nothing interleaves with it.
+
+    driver --AddTasks, StartEvaluation--> [tasks] [evaluations]
+                                             |
+    worker --LeaseAttempts--> staleness gate -> task sampler -> group of G attempts
+    gateway --AdmitTurn--> TurnAdmission (KvScheduler) -> engine
+            --AppendTurn--> token store (disk), then turn row, then ticket back
+    worker --FinishAttempt--> retry | group judged: ready or dropped(reason)
+    trainer --NextBatch--> oldest ready groups --AckBatch--> trained
+            --OpenUpdateWindow .. CloseUpdateWindow--> UpdateWindows -> engines
+
+What blocks: LeaseAttempts waits for work (gate, engines), AdmitTurn for KV room, NextBatch
+for ready groups, GetEvaluation for its end. Each wakes from `Waiters`, which every
+transition notifies. `tick` requeues expired leases and gives up lost tickets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+from proto import rollout_pb2 as pb
+from proto import trajectory_pb2 as tpb
+from rollout import sequences
+from rollout.attempt_table import Attempt, AttemptTable, GroupRules
+from rollout.batch_table import BatchTable, Rewound
+from rollout.config import RolloutConfig
+from rollout.engines.engine_pool import Engine, EnginePool
+from rollout.engines.update_window import (
+    ClosedWindow,
+    OpenedWindow,
+    TransferResult,
+    UpdateWindows,
+)
+from rollout.errors import (
+    BadRequestError,
+    CapExceededError,
+    ConflictError,
+    DeadlineError,
+    FencedError,
+    NotFoundError,
+    RolloutError,
+    UnavailableError,
+)
+from rollout.evaluations import Evaluations
+from rollout.group_filter import CauseKind, cause_kind
+from rollout.ledger import Ledger
+from rollout.staleness_gate import StalenessGate
+from rollout.token_store import TokenStore
+from rollout.turn_admission import Grant, TurnAdmission
+from rollout.waiters import Waiters
+
+_LOG = logging.getLogger(__name__)
+_STARTED_WITH = 1  # weight_version of weights that engines load from disk at their start
+
+
+class RolloutManager:
+    """All of the above; server.py puts it on the wire."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        ledger: Ledger,
+        tokens: TokenStore,
+        pool: EnginePool,
+        clock: Callable[[], float],
+        monotonic: Callable[[], float],
+        make_key: Callable[[], str],
+    ) -> None:
+        """`clock` gives Unix seconds, `monotonic` seconds for waits, `make_key` session keys."""
+        self.config = config
+        self.ledger = ledger
+        self.pool = pool
+        self.waiters = Waiters()
+        self._tokens = tokens
+        self._clock = clock
+        rules = GroupRules(
+            config.min_valid_members, config.drop_zero_variance, config.max_zero_variance_refill
+        )
+        self.attempts = AttemptTable(ledger, rules, make_key)
+        self.batches = BatchTable(ledger, self.attempts)
+        self.evaluations = Evaluations(ledger, self.attempts)
+        self.admission = TurnAdmission(config.scheduler, monotonic)
+        self.windows = UpdateWindows(pool, ledger, config.engines, monotonic)
+        self._gate = StalenessGate(config.max_staleness, config.batch_groups)
+        self._ticker: asyncio.Task[None] | None = None
+        self._adoptions: set[asyncio.Task[None]] = set()
+        self._num_admitted_before = int(ledger.get_meta("num_turns_admitted", "0"))
+        pool.on_change = self._engine_changed
+
+    def recover(self) -> None:
+        """Requeues what a manager before us left leased; call it before the first request."""
+        requeued = self.attempts.requeue_all_active(self._clock())
+        if requeued:
+            _LOG.warning("requeued %d attempts that were leased before the restart", requeued)
+        if self.config.engines.load_format == "auto" and self.ledger.max_weight_version == 0:
+            self.ledger.take_weight_version(_STARTED_WITH)
+            self.ledger.publish(_STARTED_WITH)
+
+    async def start(self) -> None:
+        """Begins to start the engines, and the sweeps."""
+        await self.pool.start()
+        self._ticker = asyncio.create_task(self._run_ticker())
+
+    async def close(self) -> None:
+        """Ends waiting, the engines and the ledger."""
+        self.waiters.close()
+        tasks = [t for t in (self._ticker, *self._adoptions) if t is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.pool.close()
+        self._save_counters()
+        self.ledger.close()
+
+    # ---- drivers
+
+    def add_tasks(self, pool: int, tasks: Sequence[pb.Task]) -> int:
+        """Adds tasks in one transaction; returns how many are new."""
+        if pool not in (pb.POOL_TRAIN, pb.POOL_DEV, pb.POOL_TEST):
+            raise BadRequestError(f"AddTasks: pool {pool} is none of TRAIN, DEV, TEST")
+        if any(not t.task_id or not t.path for t in tasks):
+            raise BadRequestError("AddTasks: every task needs a task_id and a path")
+        with self.ledger.transaction():
+            added = sum(self.ledger.add_task(t.task_id, t.path, pool) for t in tasks)
+        self.waiters.notify()
+        return added
+
+    def set_admission(self, is_open: bool, reason: str) -> None:
+        """Opens or closes admission of new training groups; survives a restart."""
+        with self.ledger.transaction():
+            self.ledger.set_meta("admission_open", int(is_open))
+            self.ledger.set_meta("admission_reason", "" if is_open else reason)
+        self.waiters.notify()
+
+    @property
+    def admission_open(self) -> bool:
+        """Whether new training groups may start; closed until a driver opens it."""
+        return self.ledger.get_meta("admission_open", "0") == "1"
+
+    async def start_evaluation(self, request: pb.StartEvaluationRequest) -> pb.GetEvaluationReply:
+        """Starts an evaluation at the version served now.
+
+        Raises:
+            UnavailableError: the agent samples, and no version is served or a window is open.
+        """
+        if not self.evaluations.is_known(request):
+            version = self.ledger.weight_version
+            if request.agent == "mini" and (version == 0 or self.windows.phase):
+                raise UnavailableError(
+                    f"evaluation {request.name}: no weight_version stands (last published: "
+                    f"{version}, window: {self.windows.phase or 'closed'}); publish, then start it"
+                )
+            if request.flush_before:
+                await self.pool.flush_cache()
+            if not self.evaluations.is_known(request):  # another call came first meanwhile
+                self.evaluations.start(request, version)
+            self.waiters.notify()
+        return self.evaluations.progress(request.name)
+
+    async def wait_evaluation(self, name: str, timeout_s: float) -> pb.GetEvaluationReply:
+        """Its results, or how far it is when the time ran out."""
+
+        def look() -> pb.GetEvaluationReply | None:
+            reply = self.evaluations.progress(name)
+            return reply if reply.finished else None
+
+        return await self.waiters.until(look, timeout_s) or self.evaluations.progress(name)
+
+    # ---- gateways
+
+    def session(self, session_key: str) -> tuple[Attempt, tpb.SamplingParams]:
+        """The attempt of a session key, and how it samples."""
+        attempt = self.attempts.by_session(session_key)
+        sampling = self.config.sampling
+        temperature = sampling.temperature
+        if attempt.evaluation:
+            temperature = self.evaluations.get(attempt.evaluation).temperature
+        return attempt, tpb.SamplingParams(
+            temperature=temperature,
+            banned_token_ids=sorted(set(sampling.banned_token_ids)),
+            stop_token_ids=sorted(set(sampling.stop_token_ids)),
+        )
+
+    def caps(self) -> tpb.TokenCaps:
+        """Limits of every attempt."""
+        return tpb.TokenCaps(**self.config.caps.model_dump())
+
+    def turns(self, attempt: Attempt) -> Iterator[tpb.TurnRecord]:
+        """Durable turns of the attempt's present try, in order."""
+        for location in self.attempts.turn_locations(attempt.attempt_id, attempt.epoch):
+            yield tpb.TurnRecord.FromString(self._tokens.read(location))
+
+    async def admit_turn(self, request: pb.AdmitTurnRequest, timeout_s: float) -> Grant:
+        """Checks ownership and caps, then waits for an engine."""
+        attempt = self.attempts.held(request.attempt_id, request.epoch)
+        self._check_caps(attempt, request)
+        if attempt.evaluation:
+            priority = self.config.group_size
+        else:
+            priority = self.attempts.count(
+                "group_id=? AND state='finished'", attempt.group_id
+            )  # siblings of nearly complete groups first
+        return await self.admission.admit(
+            request.ticket_id,
+            _session_id(attempt),
+            request.prompt_tokens,
+            request.max_new_tokens,
+            priority,
+            timeout_s,
+        )
+
+    def append_turn(self, ticket_id: str, epoch: int, turn: tpb.TurnRecord) -> None:
+        """Makes a turn durable: the record on disk, then its row; then the ticket goes back.
+
+        Raises:
+            FencedError: the epoch is old, or an evaluation's turn came from another version.
+            ConflictError: another turn stands at this index.
+        """
+        attempt = self.attempts.held(turn.attempt_id, epoch)
+        payload = turn.SerializeToString(deterministic=True)
+        digest = hashlib.sha256(payload).digest()
+        known = self.attempts.turn_digest(attempt.attempt_id, epoch, turn.turn_index)
+        if known is not None:
+            if known != digest:
+                raise ConflictError(
+                    f"attempt {attempt.attempt_id} has another turn {turn.turn_index}; "
+                    "load the session again"
+                )
+            return
+        if turn.turn_index != attempt.num_turns:
+            raise BadRequestError(
+                f"attempt {attempt.attempt_id}: got turn {turn.turn_index}, wanted "
+                f"{attempt.num_turns}; load the session again"
+            )
+        summary = sequences.check_turn(turn, self._parent_length(attempt, turn))
+        if attempt.evaluation:
+            self._check_pinned(attempt, turn)
+        location = self._tokens.append(attempt.attempt_id, payload)
+        self.attempts.add_turn(attempt, turn.turn_index, digest, summary, location)
+        self.admission.finish(ticket_id, summary.total_length)
+
+    async def release_ticket(self, ticket_id: str, engine_failed: bool, detail: str) -> None:
+        """Gives a ticket back; a failed engine is checked, and restarted if need be."""
+        engine = self.admission.release(ticket_id)
+        if engine_failed and engine:
+            await self.pool.report_failure(engine, detail or "a gateway's call failed")
+
+    # ---- harness workers
+
+    async def lease_attempts(
+        self, worker: str, max_attempts: int, timeout_s: float
+    ) -> list[Attempt]:
+        """Leases up to `max_attempts`; waits for the first, and returns none when none came."""
+        if not worker or max_attempts < 1:
+            raise BadRequestError("LeaseAttempts: want a worker name and max_attempts > 0")
+        return await self.waiters.until(lambda: self._lease(worker, max_attempts), timeout_s) or []
+
+    def renew(self, worker: str, keys: Sequence[pb.AttemptKey]) -> tuple[list[bool], float]:
+        """Extends leases; which are held, and until when (Unix seconds)."""
+        expires_at = self._clock() + self.config.lease_ttl_s
+        with self.ledger.transaction():
+            held = [self.attempts.renew(k.attempt_id, k.epoch, worker, expires_at) for k in keys]
+        return held, expires_at
+
+    def finish_attempt(self, request: pb.FinishAttemptRequest) -> bool:
+        """Ends a try; True when the attempt was requeued for another."""
+        kind = _checked_kind(request)
+        attempt = self.attempts.get(request.attempt_id)
+        reward = request.reward if request.HasField("reward") else None
+        if attempt.state == "finished" and attempt.epoch == request.epoch:
+            if (attempt.cause, attempt.reward) != (request.cause, reward):
+                raise ConflictError(
+                    f"attempt {attempt.attempt_id} ended already, with cause "
+                    f"{tpb.Cause.Name(tpb.Cause.ValueType(attempt.cause))} and reward "
+                    f"{attempt.reward}"
+                )
+            return False
+        if self.attempts.requeued_with(request.attempt_id, request.epoch) == request.cause:
+            return True
+        attempt = self.attempts.held(request.attempt_id, request.epoch)
+        report = request.report.SerializeToString()
+        return self._end_try(attempt, kind, request.cause, reward, report, request.report.evidence)
+
+    # ---- the trainer
+
+    async def next_batch(
+        self, step: int, num_groups: int, weight_version: int, timeout_s: float
+    ) -> str | None:
+        """The batch of `step`; None when an engine waits for a full update instead.
+
+        Raises:
+            DeadlineError: not enough groups became ready in time.
+        """
+        if step < 1 or num_groups < 1:
+            raise BadRequestError(f"NextBatch: got step {step}, num_groups {num_groups}; want > 0")
+
+        def look() -> str | None:
+            batch = self.batches.find(step)
+            if batch is None:
+                batch = self.batches.claim(step, num_groups, weight_version)
+            if batch is None and self.republish_requested:
+                return ""
+            return batch
+
+        batch = await self.waiters.until(look, timeout_s)
+        if batch is None:
+            raise DeadlineError(
+                f"step {step}: {self.batches.num_ready()} of {num_groups} groups are ready after "
+                f"{timeout_s:.1f} s; ask again"
+            )
+        return batch or None
+
+    @property
+    def republish_requested(self) -> bool:
+        """True while an engine with old weights waits for a version that others had."""
+        return (
+            self.ledger.weight_version > 0
+            and not self.windows.phase
+            and any(
+                e.state == "stale" and not self._is_adoptable(e) for e in self.pool.engines.values()
+            )
+        )
+
+    def acknowledge(self, request: pb.AckBatchRequest) -> None:
+        """Marks a batch as trained; the staleness gate opens."""
+        self.batches.acknowledge(
+            request.batch_id, request.step, request.weight_version, request.dropped_groups
+        )
+        self.waiters.notify()
+
+    def rewind(self, step: int, token: str) -> Rewound:
+        """Goes back to the checkpoint of `step` and opens a lineage."""
+        if not token:
+            raise BadRequestError("Rewind: want a lineage_token, random per start of the trainer")
+        rewound = self.batches.rewind(step, token)
+        self.waiters.notify()
+        return rewound
+
+    def report_checkpoint(self, oldest_kept_step: int) -> None:
+        """Deletes tokens that no kept checkpoint needs, unless the settings keep them."""
+        if self.config.keep_consumed_tokens:
+            return
+        for attempt_id in self.batches.take_deletable(oldest_kept_step):
+            self._tokens.delete(attempt_id)
+
+    def training_sequences(self, attempt_id: str) -> list[tpb.TokenSequence]:
+        """The branches of a finished attempt."""
+        attempt = self.attempts.get(attempt_id)
+        if attempt.state != "finished":
+            raise NotFoundError(f"attempt {attempt_id} is {attempt.state}: not finished yet")
+        branches, _ = sequences.build_sequences(list(self.turns(attempt)))
+        for branch in branches:
+            branch.group_id, branch.task_id = attempt.group_id, attempt.task_id
+            branch.cause = tpb.Cause.ValueType(attempt.cause)
+            if attempt.reward is not None:
+                branch.reward = attempt.reward
+        return branches
+
+    async def open_window(self, request: pb.OpenUpdateWindowRequest) -> OpenedWindow:
+        """Pauses the scheduler and the engines for a new version.
+
+        Raises:
+            ConflictError: the version is not above every one before.
+        """
+        self.ledger.check_new_version(request.weight_version)
+        try:
+            opened = await self.windows.open(
+                request.weight_version,
+                request.plan_digest,
+                request.num_tensors,
+                request.total_bytes,
+            )
+            self.ledger.take_weight_version(request.weight_version)
+            return opened
+        finally:
+            self._follow_window()
+
+    async def close_window(self, request: pb.CloseUpdateWindowRequest) -> ClosedWindow:
+        """Ends the window; if an engine serves the version, it is the published one."""
+        results = [
+            TransferResult(r.engine, r.complete, r.touched, r.error) for r in request.results
+        ]
+        try:
+            closed = await self.windows.close(request.epoch, request.weight_version, results)
+            if closed.engines_serving and request.weight_version > self.ledger.weight_version:
+                self.ledger.publish(request.weight_version)
+            return closed
+        finally:
+            self._follow_window()
+
+    # ---- inside
+
+    async def _run_ticker(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.tick_s)
+            try:
+                self.tick()
+            except Exception:
+                # A full disk, say, must not end the sweeps for good; the next one may succeed.
+                _LOG.exception("sweep failed")
+
+    def tick(self) -> None:
+        """Ends tries whose lease ran out, gives up lost tickets, follows the window."""
+        for attempt in self.attempts.expired(self._clock()):
+            _LOG.warning("attempt %s: lease expired", attempt.attempt_id)
+            self._end_try(
+                attempt,
+                CauseKind.INFRASTRUCTURE,
+                tpb.CAUSE_HARNESS_FAILED,
+                None,
+                b"",
+                "the worker's lease expired",
+            )
+        self.admission.reclaim_lost()
+        self._follow_window()
+        self.admission.pump()
+        self._save_counters()
+
+    @property
+    def num_turns_admitted(self) -> int:
+        """Granted tickets, over restarts too."""
+        return self._num_admitted_before + self.admission.num_admitted
+
+    def _save_counters(self) -> None:
+        total = str(self.num_turns_admitted)
+        if self.ledger.get_meta("num_turns_admitted", "0") != total:
+            with self.ledger.transaction():
+                self.ledger.set_meta("num_turns_admitted", total)
+
+    def _lease(self, worker: str, max_attempts: int) -> list[Attempt] | None:
+        now_s = self._clock()
+        states = {engine.state for engine in self.pool.engines.values()}
+        agents = (
+            ("mini", "oracle", "nop") if states & {"serving", "updating"} else ("oracle", "nop")
+        )
+        with self.ledger.transaction():
+            queued = self.attempts.count("state='queued'")
+            if self.admission_open and self.config.agent in agents:
+                self._start_groups(max_attempts - queued, now_s)
+            expires_at = now_s + self.config.lease_ttl_s
+            leased = self.attempts.lease(worker, max_attempts, agents, now_s, expires_at)
+        return leased or None
+
+    def _start_groups(self, num_attempts: int, now_s: float) -> None:
+        """Starts as many groups as `num_attempts` need and the gate allows."""
+        startable = self._gate.num_startable(self.attempts.num_unconsumed_groups())
+        while num_attempts > 0 and startable > 0:
+            task_id = self.ledger.sample_task(pb.POOL_TRAIN, self.config.seed)
+            if task_id is None:
+                return
+            self.attempts.start_group(task_id, self.config.agent, self.config.group_size, now_s)
+            num_attempts -= self.config.group_size
+            startable -= 1
+
+    def _end_try(
+        self,
+        attempt: Attempt,
+        kind: CauseKind,
+        cause: int,
+        reward: float | None,
+        report: bytes,
+        evidence: str,
+    ) -> bool:
+        """Requeues after an infrastructure failure while retries are left, else finishes."""
+        retry = (
+            kind is CauseKind.INFRASTRUCTURE
+            and attempt.num_retries < self.config.max_attempt_retries
+        )
+        if retry:
+            self.attempts.requeue(attempt, cause, evidence, self._clock(), spend_retry=True)
+        else:
+            _, totals = sequences.build_sequences(list(self.turns(attempt)))
+            verdict = self.attempts.finish(
+                attempt, cause, reward, report, evidence, totals, self._clock()
+            )
+            self._tokens.close_attempt(attempt.attempt_id)
+            if verdict is not None and verdict.drop_reason:
+                _LOG.info("group %s dropped: %s", attempt.group_id, verdict.drop_reason)
+        self.admission.end_session(_session_id(attempt))
+        self.waiters.notify()
+        return retry
+
+    def _check_caps(self, attempt: Attempt, request: pb.AdmitTurnRequest) -> None:
+        caps, where = self.config.caps, f"attempt {attempt.attempt_id}"
+        total = request.prompt_tokens + request.max_new_tokens
+        if request.max_new_tokens < 1 or not request.ticket_id:
+            raise BadRequestError(f"{where}: want a ticket_id and max_new_tokens > 0")
+        if attempt.num_turns >= caps.max_turns:
+            raise CapExceededError(f"{where} used its max_turns of {caps.max_turns}", "max_turns")
+        if request.max_new_tokens > caps.max_new_tokens_per_turn:
+            raise CapExceededError(
+                f"{where}: max_new_tokens {request.max_new_tokens} is above "
+                f"max_new_tokens_per_turn {caps.max_new_tokens_per_turn}",
+                "max_new_tokens_per_turn",
+            )
+        if total > caps.max_total_tokens:
+            raise CapExceededError(
+                f"{where}: {request.prompt_tokens} prompt and {request.max_new_tokens} new tokens "
+                f"are above max_total_tokens {caps.max_total_tokens}",
+                "max_total_tokens",
+            )
+
+    def _parent_length(self, attempt: Attempt, turn: tpb.TurnRecord) -> int:
+        if turn.parent_turn_index < 0:
+            return 0
+        length = self.attempts.turn_length(
+            attempt.attempt_id, attempt.epoch, turn.parent_turn_index
+        )
+        if length is None:
+            raise BadRequestError(
+                f"turn {turn.turn_index} of attempt {attempt.attempt_id} extends turn "
+                f"{turn.parent_turn_index}, which is not there"
+            )
+        return length
+
+    def _check_pinned(self, attempt: Attempt, turn: tpb.TurnRecord) -> None:
+        pinned = self.evaluations.get(attempt.evaluation).weight_version
+        others = {s.weight_version for s in turn.version_spans} - {pinned}
+        if others:
+            evidence = f"sampled at weight_version {sorted(others)}, pinned to {pinned}"
+            self._end_try(
+                attempt, CauseKind.INFRASTRUCTURE, tpb.CAUSE_INTERRUPTED, None, b"", evidence
+            )
+            raise FencedError(
+                f"attempt {attempt.attempt_id} of evaluation {attempt.evaluation} was {evidence}: "
+                "this try is void"
+            )
+
+    def _is_adoptable(self, engine: Engine) -> bool:
+        """True when an engine's own weights, loaded from disk, are the published ones."""
+        return (
+            self.config.engines.load_format == "auto"
+            and self.ledger.max_weight_version == _STARTED_WITH
+            and engine.state == "stale"
+        )
+
+    def _engine_changed(self, engine: Engine) -> None:
+        self._follow_window()
+        self.admission.follow_engine(engine)
+        if self._is_adoptable(engine) and engine.weight_version == 0:
+            task = asyncio.create_task(self._adopt(engine, engine.incarnation))
+            self._adoptions.add(task)
+            task.add_done_callback(self._adoptions.discard)
+        self.waiters.notify()
+
+    async def _adopt(self, engine: Engine, incarnation: int) -> None:
+        """Lets an engine serve the weights that it loaded at its start."""
+        try:
+            await self.pool.client(engine.name).set_weight_version(_STARTED_WITH)
+        except RolloutError as error:
+            await self.pool.report_failure(engine.name, str(error))
+        else:
+            self.pool.set_state(engine.name, "serving", incarnation, _STARTED_WITH)
+
+    def _follow_window(self) -> None:
+        self.admission.set_paused(bool(self.windows.phase))
+        if not self.windows.phase:
+            self.waiters.notify()
+
+
+def _session_id(attempt: Attempt) -> str:
+    return f"{attempt.attempt_id}/{attempt.epoch}"
+
+
+def _checked_kind(request: pb.FinishAttemptRequest) -> CauseKind:
+    kind = cause_kind(request.cause)
+    if kind is None:
+        raise BadRequestError(f"attempt {request.attempt_id}: cause {request.cause} ends nothing")
+    if request.HasField("reward"):
+        name = tpb.Cause.Name(request.cause)
+        if kind is not CauseKind.SCORED:
+            raise BadRequestError(
+                f"attempt {request.attempt_id}: cause {name} is not scored, but a reward of "
+                f"{request.reward} came with it; leave it unset"
+            )
+        if not 0.0 <= request.reward <= 1.0:
+            raise BadRequestError(
+                f"attempt {request.attempt_id}: got reward {request.reward}, wanted 0..1"
+            )
+    return kind

@@ -1,0 +1,324 @@
+"""RolloutManager on the wire: messages to the manager's methods and back.
+
+Owner: rollout.server. No decisions here: conversions, deadlines, and the one place where a
+RolloutError becomes a status (rollout.errors' table).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+import grpc.aio
+
+from proto import rollout_pb2 as pb
+from proto import rollout_pb2_grpc as pb_grpc
+from proto import trajectory_pb2 as tpb
+from rollout.attempt_table import Attempt
+from rollout.errors import CAP_METADATA_KEY, CapExceededError, RolloutError, status_code
+from rollout.manager import RolloutManager
+from rollout.status import manager_status
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RolloutManager"].full_name
+_Context = grpc.aio.ServicerContext
+_Request = TypeVar("_Request")
+_Reply = TypeVar("_Reply")
+
+
+async def _abort(context: _Context, error: RolloutError) -> NoReturn:
+    metadata = (
+        ((CAP_METADATA_KEY, error.cap),)
+        if isinstance(error, CapExceededError) and error.cap
+        else ()
+    )
+    await context.abort(status_code(error), str(error), trailing_metadata=metadata)
+    raise AssertionError("abort raises")
+
+
+def _unary(
+    method: Callable[[Any, _Request, _Context], Awaitable[_Reply]],
+) -> Callable[[Any, _Request, _Context], Awaitable[_Reply]]:
+    """Turns a RolloutError of a unary call into its status."""
+
+    @functools.wraps(method)
+    async def handler(self: Any, request: _Request, context: _Context) -> _Reply:
+        try:
+            return await method(self, request, context)
+        except RolloutError as error:
+            await _abort(context, error)
+
+    return handler
+
+
+def _stream(
+    method: Callable[[Any, _Request, _Context], AsyncIterator[_Reply]],
+) -> Callable[[Any, _Request, _Context], AsyncIterator[_Reply]]:
+    """Turns a RolloutError of a streaming call into its status."""
+
+    @functools.wraps(method)
+    async def handler(self: Any, request: _Request, context: _Context) -> AsyncIterator[_Reply]:
+        try:
+            async for reply in method(self, request, context):
+                yield reply
+        except RolloutError as error:
+            await _abort(context, error)
+
+    return handler
+
+
+class RolloutServicer(pb_grpc.RolloutManagerServicer):
+    """The service; proto/rollout.proto documents each call."""
+
+    def __init__(self, manager: RolloutManager) -> None:
+        self._manager = manager
+
+    def _wait_s(self, context: _Context) -> float:
+        """How long a call may block so that its answer still arrives in time."""
+        remaining = context.time_remaining()
+        if remaining is None:
+            return self._manager.config.long_poll_s
+        return max(0.0, remaining - min(0.5, 0.1 * remaining))
+
+    # ---- drivers
+
+    @_unary
+    async def AddTasks(self, request: pb.AddTasksRequest, context: _Context) -> pb.AddTasksReply:
+        added = self._manager.add_tasks(request.pool, request.tasks)
+        return pb.AddTasksReply(num_added=added, num_known=len(request.tasks) - added)
+
+    @_unary
+    async def SetAdmission(
+        self, request: pb.SetAdmissionRequest, context: _Context
+    ) -> pb.SetAdmissionReply:
+        self._manager.set_admission(request.open, request.reason)
+        return pb.SetAdmissionReply()
+
+    @_unary
+    async def StartEvaluation(
+        self, request: pb.StartEvaluationRequest, context: _Context
+    ) -> pb.StartEvaluationReply:
+        progress = await self._manager.start_evaluation(request)
+        return pb.StartEvaluationReply(
+            num_attempts=progress.num_attempts, weight_version=progress.weight_version
+        )
+
+    @_unary
+    async def GetEvaluation(
+        self, request: pb.GetEvaluationRequest, context: _Context
+    ) -> pb.GetEvaluationReply:
+        return await self._manager.wait_evaluation(request.name, self._wait_s(context))
+
+    @_unary
+    async def GetStatus(self, request: pb.GetStatusRequest, context: _Context) -> pb.GetStatusReply:
+        return manager_status(self._manager)
+
+    @_unary
+    async def FlushCache(
+        self, request: pb.FlushCacheRequest, context: _Context
+    ) -> pb.FlushCacheReply:
+        await self._manager.pool.flush_cache()
+        return pb.FlushCacheReply()
+
+    @_stream
+    async def ListAttempts(
+        self, request: pb.ListAttemptsRequest, context: _Context
+    ) -> AsyncIterator[pb.AttemptSummary]:
+        finished = self._manager.attempts.select(
+            "evaluation=? AND state='finished' ORDER BY finish_order", request.evaluation
+        )
+        for attempt in finished:
+            yield _summary(attempt)
+
+    # ---- gateways
+
+    @_stream
+    async def GetSession(
+        self, request: pb.GetSessionRequest, context: _Context
+    ) -> AsyncIterator[pb.GetSessionReply]:
+        attempt, sampling = self._manager.session(request.session_key)
+        turns = list(self._manager.turns(attempt))  # one moment's view
+        yield pb.GetSessionReply(
+            header=pb.GetSessionReply.Header(
+                attempt_id=attempt.attempt_id,
+                epoch=attempt.epoch,
+                sampling=sampling,
+                caps=self._manager.caps(),
+                evaluation=attempt.evaluation,
+                task_id=attempt.task_id,
+            )
+        )
+        for turn in turns:
+            yield pb.GetSessionReply(turn=turn)
+
+    @_unary
+    async def AdmitTurn(self, request: pb.AdmitTurnRequest, context: _Context) -> pb.AdmitTurnReply:
+        grant = await self._manager.admit_turn(request, self._wait_s(context))
+        engine = self._manager.pool.engines[grant.engine]
+        # Every window flushes the KV caches, so none holds entries older than this version.
+        reply = pb.AdmitTurnReply(
+            engine=engine.name,
+            engine_url=engine.url,
+            kv_version_lower_bound=engine.weight_version,
+        )
+        reply.queued.FromMicroseconds(int(grant.queued_s * 1e6))
+        return reply
+
+    @_unary
+    async def AppendTurn(
+        self, request: pb.AppendTurnRequest, context: _Context
+    ) -> pb.AppendTurnReply:
+        self._manager.append_turn(request.ticket_id, request.epoch, request.turn)
+        return pb.AppendTurnReply()
+
+    @_unary
+    async def ReleaseTicket(
+        self, request: pb.ReleaseTicketRequest, context: _Context
+    ) -> pb.ReleaseTicketReply:
+        await self._manager.release_ticket(request.ticket_id, request.engine_failed, request.detail)
+        return pb.ReleaseTicketReply()
+
+    # ---- harness workers
+
+    @_unary
+    async def LeaseAttempts(
+        self, request: pb.LeaseAttemptsRequest, context: _Context
+    ) -> pb.LeaseAttemptsReply:
+        leased = await self._manager.lease_attempts(
+            request.worker, request.max_attempts, self._wait_s(context)
+        )
+        return pb.LeaseAttemptsReply(attempts=[self._leased(a) for a in leased])
+
+    @_unary
+    async def RenewAttempts(
+        self, request: pb.RenewAttemptsRequest, context: _Context
+    ) -> pb.RenewAttemptsReply:
+        held, expires_at = self._manager.renew(request.worker, request.attempts)
+        reply = pb.RenewAttemptsReply(held=held)
+        reply.expires_at.FromMicroseconds(int(expires_at * 1e6))
+        return reply
+
+    @_unary
+    async def FinishAttempt(
+        self, request: pb.FinishAttemptRequest, context: _Context
+    ) -> pb.FinishAttemptReply:
+        return pb.FinishAttemptReply(requeued=self._manager.finish_attempt(request))
+
+    # ---- the trainer
+
+    @_unary
+    async def NextBatch(self, request: pb.NextBatchRequest, context: _Context) -> pb.NextBatchReply:
+        manager = self._manager
+        batch_id = await manager.next_batch(
+            request.step, request.num_groups, request.weight_version, self._wait_s(context)
+        )
+        reply = pb.NextBatchReply(
+            num_groups_ready_left=manager.batches.num_ready(),
+            max_staleness=manager.config.max_staleness,
+            republish_requested=batch_id is None,
+        )
+        if batch_id is not None:
+            reply.batch_id = batch_id
+            reply.groups.extend(manager.batches.groups(batch_id))
+        return reply
+
+    @_unary
+    async def AckBatch(self, request: pb.AckBatchRequest, context: _Context) -> pb.AckBatchReply:
+        self._manager.acknowledge(request)
+        return pb.AckBatchReply()
+
+    @_unary
+    async def Rewind(self, request: pb.RewindRequest, context: _Context) -> pb.RewindReply:
+        rewound = self._manager.rewind(request.step, request.lineage_token)
+        return pb.RewindReply(
+            lineage=rewound.lineage,
+            max_weight_version=rewound.max_weight_version,
+            num_batches_ready_again=rewound.num_batches,
+        )
+
+    @_unary
+    async def ReportCheckpoint(
+        self, request: pb.ReportCheckpointRequest, context: _Context
+    ) -> pb.ReportCheckpointReply:
+        self._manager.report_checkpoint(request.oldest_kept_step)
+        return pb.ReportCheckpointReply()
+
+    @_stream
+    async def FetchSequences(
+        self, request: pb.FetchSequencesRequest, context: _Context
+    ) -> AsyncIterator[pb.FetchSequencesReply]:
+        for attempt_id in request.attempt_ids:
+            for sequence in self._manager.training_sequences(attempt_id):
+                for part in split_sequence(sequence, self._manager.config.fetch_chunk_tokens):
+                    yield part
+
+    @_unary
+    async def OpenUpdateWindow(
+        self, request: pb.OpenUpdateWindowRequest, context: _Context
+    ) -> pb.OpenUpdateWindowReply:
+        opened = await self._manager.open_window(request)
+        return pb.OpenUpdateWindowReply(
+            epoch=opened.epoch,
+            targets=[
+                pb.UpdateTarget(engine=t.engine, url=t.url, weight_version=t.weight_version)
+                for t in opened.targets
+            ],
+            lineage=self._manager.ledger.lineage,
+        )
+
+    @_unary
+    async def CloseUpdateWindow(
+        self, request: pb.CloseUpdateWindowRequest, context: _Context
+    ) -> pb.CloseUpdateWindowReply:
+        closed = await self._manager.close_window(request)
+        reply = pb.CloseUpdateWindowReply(
+            engines_serving=closed.engines_serving, engines_restarting=closed.engines_restarting
+        )
+        reply.paused.FromMicroseconds(int(closed.paused_s * 1e6))
+        return reply
+
+    def _leased(self, attempt: Attempt) -> pb.LeasedAttempt:
+        manager = self._manager
+        leased = pb.LeasedAttempt(
+            attempt_id=attempt.attempt_id,
+            epoch=attempt.epoch,
+            group_id=attempt.group_id,
+            task_id=attempt.task_id,
+            task_path=manager.ledger.task_path(attempt.task_id) or "",
+            session_key=attempt.session_key,
+            agent=attempt.agent,
+            caps=manager.caps(),
+            evaluation=attempt.evaluation,
+        )
+        leased.expires_at.FromMicroseconds(int(attempt.lease_expires_at * 1e6))
+        if manager.config.time_budget_s is not None:
+            leased.time_budget.FromMicroseconds(int(manager.config.time_budget_s * 1e6))
+        return leased
+
+
+def split_sequence(
+    sequence: tpb.TokenSequence, chunk_tokens: int
+) -> Iterator[pb.FetchSequencesReply]:
+    """Messages of at most `chunk_tokens` tokens; the scalars and spans ride in the first."""
+    total = len(sequence.token_ids) // 4
+    for start in range(0, max(total, 1), chunk_tokens):
+        end = start + chunk_tokens
+        part = tpb.TokenSequence(attempt_id=sequence.attempt_id)
+        if start == 0:
+            part.CopyFrom(sequence)
+        part.branch_index = sequence.branch_index
+        part.token_ids = sequence.token_ids[4 * start : 4 * end]
+        part.loss_mask = sequence.loss_mask[start:end]
+        part.rollout_logprobs = sequence.rollout_logprobs[4 * start : 4 * end]
+        yield pb.FetchSequencesReply(part=part, last_part=end >= total)
+
+
+def _summary(attempt: Attempt) -> pb.AttemptSummary:
+    return pb.AttemptSummary(
+        ref=attempt.ref(),
+        evaluation=attempt.evaluation,
+        report=pb.AttemptReport.FromString(attempt.report),
+        num_tries=attempt.num_leases,
+        consumed_at_version=attempt.consumed_at_version,
+    )
