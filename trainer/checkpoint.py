@@ -49,6 +49,7 @@ class Checkpoint:
 
     path: Path
     progress: Progress
+    has_optimizer: bool  # False when no step was taken since the optimizer was made
 
 
 class CheckpointStore:
@@ -72,12 +73,13 @@ class CheckpointStore:
         partial = self._folder / f".partial-{path.name}"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
+        with_optimizer = _has_state(learner)
         dist_checkpointing.save(
-            _state(learner, loading=False, with_optimizer=learner.optimizer is not None),
+            _state(learner, loading=False, with_optimizer=with_optimizer),
             str(partial),
             content_metadata={"distrib_optim_sharding_type": _SHARDING},
         )
-        _write_manifest(partial, progress)
+        _write_manifest(partial, progress, with_optimizer)
         partial.rename(path)
         _sync(self._folder)
         for old in self.paths()[: -self._kept]:
@@ -88,14 +90,14 @@ class CheckpointStore:
         """Returns the newest checkpoint that verifies, or None. Logs those that do not."""
         for path in reversed(self.paths()):
             try:
-                return Checkpoint(path, verify(path))
+                return verify(path)
             except CorruptCheckpointError as error:
                 _log.error("checkpoint refused, the one before is used: %s", error)
         return None
 
     def progress_of_kept(self) -> list[Progress]:
         """Progress of every checkpoint kept, oldest first, from manifests alone."""
-        return [_read_manifest(p)[1] for p in self.paths()]
+        return [_read_manifest(p)[1].progress for p in self.paths()]
 
 
 def load_model(learner: Learner, checkpoint: Checkpoint) -> None:
@@ -105,16 +107,16 @@ def load_model(learner: Learner, checkpoint: Checkpoint) -> None:
 
 def load_all(learner: Learner, checkpoint: Checkpoint) -> None:
     """Loads weights, random state and optimizer; `begin_stage` of the same stage comes first."""
-    _load(learner, checkpoint, with_optimizer=True)
+    _load(learner, checkpoint, with_optimizer=checkpoint.has_optimizer)
 
 
-def verify(path: Path) -> Progress:
+def verify(path: Path) -> Checkpoint:
     """Checks every file against the manifest.
 
     Raises:
       CorruptCheckpointError: the manifest is missing or unreadable, or a file differs.
     """
-    files, progress = _read_manifest(path)
+    files, checkpoint = _read_manifest(path)
     for name, wanted in files.items():
         file = path / name
         got = _digest(file) if file.is_file() else "no such file"
@@ -123,11 +125,18 @@ def verify(path: Path) -> Progress:
                 f"{file}: sha256 is {got}, the manifest says {wanted}; delete {path} if no copy "
                 "of it exists"
             )
-    return progress
+    return checkpoint
 
 
 def _optimizers(learner: Learner) -> list[Any]:
     return list(getattr(learner.optimizer, "chained_optimizers", [learner.optimizer]))
+
+
+def _has_state(learner: Learner) -> bool:
+    """megatron cannot save an optimizer that has taken no step yet."""
+    if learner.optimizer is None:
+        return False
+    return all(bool(o.optimizer.state) for o in _optimizers(learner))
 
 
 def _state(learner: Learner, loading: bool, with_optimizer: bool) -> dict[str, Any]:
@@ -209,23 +218,28 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write_manifest(folder: Path, progress: Progress) -> None:
+def _write_manifest(folder: Path, progress: Progress, has_optimizer: bool) -> None:
     files = {}
     for file in sorted(p for p in folder.rglob("*") if p.is_file()):
         _sync(file)
         files[str(file.relative_to(folder))] = _digest(file)
     manifest = folder / _MANIFEST
-    content = {"progress": dataclasses.asdict(progress), "sha256": files}
+    content = {
+        "progress": dataclasses.asdict(progress),
+        "has_optimizer": has_optimizer,
+        "sha256": files,
+    }
     manifest.write_text(json.dumps(content, indent=1))
     _sync(manifest)
     _sync(folder)
 
 
-def _read_manifest(path: Path) -> tuple[dict[str, str], Progress]:
+def _read_manifest(path: Path) -> tuple[dict[str, str], Checkpoint]:
     try:
         content = json.loads((path / _MANIFEST).read_text())
         progress = dict(content["progress"])
         progress["finished_stages"] = tuple(progress["finished_stages"])
-        return dict(content["sha256"]), Progress(**progress)
+        checkpoint = Checkpoint(path, Progress(**progress), bool(content["has_optimizer"]))
+        return dict(content["sha256"]), checkpoint
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorruptCheckpointError(f"{path / _MANIFEST} cannot be read: {error!r}") from error

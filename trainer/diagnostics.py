@@ -73,7 +73,7 @@ def off_policy_metrics(
     low = ratio < 1 - config.clip_low
     positive = tokens.advantage > 0
     negative = tokens.advantage < 0
-    per_sequence = np.bincount(tokens.sequence, weights=d)
+    per_sequence = np.bincount(tokens.sequence, weights=d).astype(np.float64)
     lengths = np.bincount(tokens.sequence)
     log_cap = math.log(config.tis_cap)
     clamped = (np.abs(d) > config.log_ratio_clamp) | (np.abs(log_ratio) > config.log_ratio_clamp)

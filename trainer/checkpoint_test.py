@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout.client import write_sequences
+from trainer import checkpoint, testbed
+from trainer.checkpoint import CheckpointStore, Progress
+from trainer.config import GridConfig, OptimConfig
+from trainer.device import Device
+from trainer.errors import CorruptCheckpointError
+from trainer.model import Policy
+from trainer.step import Learner
+
+
+def make_learner(folder: Path, device: Device) -> Learner:
+    policy = Policy(folder, GridConfig(), device, seed=0)
+    policy.load_hf()
+    learner = Learner(policy, 1000)
+    learner.begin_stage(OptimConfig(), 10, 0.0)
+    return learner
+
+
+def run(tmp_path: Path, name: str, model: Path, num_steps: int, stop_after: int) -> dict:
+    config = tmp_path / f"{name}.json"
+    data = tmp_path / "data.sequences"
+    if not data.exists():
+        write_sequences(data, testbed.copy_rows(40))
+    settings = {
+        "model_dir": str(model),
+        "run_dir": str(tmp_path / name),
+        "sft": {"batch_rows": 8, "router_aux_loss": 0.01, "optim": {"weight_decay": 0.01}},
+    }
+    config.write_text(json.dumps(settings))
+    command = [sys.executable, "-P", "-W", "ignore", "-m", "trainer.testbed_run"]
+    arguments = [str(config), str(data), str(num_steps), str(stop_after)]
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    result: dict = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_three_steps_a_new_process_and_three_more_equal_six(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    whole = run(tmp_path, "whole", model_dir, 6, 0)
+    first = run(tmp_path, "parts", model_dir, 6, 3)
+    second = run(tmp_path, "parts", model_dir, 6, 0)
+    assert (first["completed"], second["completed"]) == (0, 3)
+    assert first["losses"] == {k: whole["losses"][k] for k in "123"}
+    assert second["losses"] == whole["losses"]
+    assert first["weights"] != whole["weights"]
+    assert second["weights"] == whole["weights"]
+
+
+def test_corrupt_checkpoint_is_refused_and_the_one_before_used(
+    tmp_path: Path, model_dir: Path, device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    learner = make_learner(model_dir, device)
+    store = CheckpointStore(tmp_path / "checkpoints", kept=3)
+    good = store.save(learner, Progress("sft", 1))
+    bad = store.save(learner, Progress("sft", 2, 7, ("pretrain",)))
+    latest = store.latest()
+    assert latest is not None
+    assert latest.progress == Progress("sft", 2, 7, ("pretrain",))
+    victim = next(bad.glob("*.distcp"))
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(bytes(data))
+    with pytest.raises(CorruptCheckpointError, match=r"distcp: sha256 is .* the manifest says"):
+        checkpoint.verify(bad)
+    latest = store.latest()
+    assert latest is not None
+    assert latest.path == good
+    assert "the one before is used" in caplog.text
+
+
+def test_unfinished_and_manifestless_folders_are_no_checkpoints(
+    tmp_path: Path, model_dir: Path, device: Device
+) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", kept=3)
+    assert store.latest() is None
+    (tmp_path / "checkpoints" / ".partial-000001-sft-1").mkdir()
+    (tmp_path / "checkpoints" / "000002-sft-2").mkdir()
+    assert store.latest() is None
+    assert store.save(make_learner(model_dir, device), Progress("sft", 3)).name == "000003-sft-3"
+
+
+def test_only_the_newest_are_kept(tmp_path: Path, model_dir: Path, device: Device) -> None:
+    learner = make_learner(model_dir, device)
+    store = CheckpointStore(tmp_path / "checkpoints", kept=2)
+    for step in range(1, 5):
+        store.save(learner, Progress("rl", step))
+    assert [p.name for p in store.paths()] == ["000003-rl-3", "000004-rl-4"]
+    assert [p.stage_step for p in store.progress_of_kept()] == [3, 4]

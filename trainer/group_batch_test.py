@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+
+from proto import rollout_pb2
+from trainer import batch, group_batch
+from trainer.config import RlConfig
+from trainer.testbed import VOCAB, ScriptedManager, record
+
+
+def member(name: str, reward: float, version: int = 5, **changes: object) -> object:
+    fields: dict[str, object] = {"logprobs": [0, -1, -1], "version": version} | changes
+    return record([6, 7, 8], [0, 1, 1], attempt_id=name, reward=reward, **fields)
+
+
+def build(
+    groups: dict[str, list], config: RlConfig | None = None, version: int = 6
+) -> group_batch.GroupBatch:
+    manager = ScriptedManager()
+    manager.add_batch(groups)
+    sequences = [batch.from_proto(s, VOCAB) for ss in manager.sequences.values() for s in ss]
+    return group_batch.build(
+        manager.replies[0].groups, sequences, config or RlConfig(), version, max_staleness=4
+    )
+
+
+def test_advantages_follow_their_trajectories() -> None:
+    got = build({"g": [member("a", 1.0), member("b", 0.0)]})
+    assert [s.attempt_id for s in got.sequences] == ["a", "b"]
+    assert got.advantages == pytest.approx([0.7071, -0.7071], abs=1e-4)
+    assert got.trajectory == [0, 1]
+    assert got.num_trained == 4
+    assert got.staleness == {1: 2}
+    assert got.scalars["reward_mean"] == 0.5
+
+
+def test_groups_that_say_nothing_are_dropped_with_a_reason() -> None:
+    got = build(
+        {
+            "same": [member("a", 1.0), member("b", 1.0)],
+            "alone": [member("c", 1.0)],
+            "stale": [member("d", 1.0, version=1), member("e", 0.0, version=1)],
+        }
+    )
+    assert got.dropped_groups == {
+        "same": "zero_variance",
+        "alone": "too_few_members",
+        "stale": "no_trained_tokens",
+    }
+    assert got.sequences == []
+    assert got.scalars["num_trajectories_dropped_stale"] == 2
+
+
+def test_a_rejected_trajectory_keeps_its_reward_in_the_statistics() -> None:
+    bad = member("a", 1.0, logprobs=[0, float("nan"), -1])
+    got = build({"g": [bad, member("b", 0.0), member("c", 0.0)]})
+    assert [s.attempt_id for s in got.sequences] == ["b", "c"]
+    assert got.advantages == pytest.approx([-0.57735, -0.57735], abs=1e-4)
+    assert got.scalars["num_trajectories_rejected_nonfinite_rollout_logprob"] == 1
+
+
+def test_branches_share_an_advantage_and_count_once() -> None:
+    manager = ScriptedManager()
+    main, side = member("a", 1.0), member("a", 1.0, branch_index=1)
+    manager.add_batch({"g": [main, member("b", 0.0)]})
+    sequences = [batch.from_proto(s, VOCAB) for s in (main, side, manager.sequences["b"][0])]
+    got = group_batch.build(manager.replies[0].groups, sequences, RlConfig(), 6, 4)
+    assert got.trajectory == [0, 0, 1]
+    assert got.advantages[0] == got.advantages[1] == pytest.approx(0.7071, abs=1e-4)
+
+
+def test_a_member_without_reward_leaves_the_group() -> None:
+    group = rollout_pb2.BatchGroup(group_id="g", num_masked=1)
+    for name, reward in (("a", 1.0), ("b", 0.0), ("c", None)):
+        group.members.add(attempt_id=name, reward=reward, oldest_weight_version=6)
+    sequences = [batch.from_proto(member(n, 0.0), VOCAB) for n in ("a", "b")]
+    got = group_batch.build([group], sequences, RlConfig(), 6, 4)
+    assert got.advantages == pytest.approx([0.7071, -0.7071], abs=1e-4)
+    assert got.scalars["num_members_masked"] == 2
