@@ -32,7 +32,7 @@ class IndexEntry:
     path: Path
     """The task's folder, absolute once read."""
     pool: str
-    """train, dev, test; real tasks use `pypi`."""
+    """train, dev or test."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class TaskFolder:
     solve_sh: str
     tests: Mapping[str, bytes]
     """Further files of tests/ by relative path."""
+    solution: Mapping[str, bytes]
+    """Further files of solution/ by relative path."""
     metadata: Mapping[str, object]
     """Facts for tools, under [metadata] of task.toml: strings, ints, lists of strings."""
     agent_timeout_s: float
@@ -75,6 +77,8 @@ def write_folder(parent: Path, task: TaskFolder) -> Path:
         for name, data in task.tests.items():
             _write(staging / "tests" / name, data)
         _write(staging / "tests" / "test.sh", task.test_sh.encode(), mode=0o755)
+        for name, data in task.solution.items():
+            _write(staging / "solution" / name, data)
         _write(staging / "solution" / "solve.sh", task.solve_sh.encode(), mode=0o755)
         folder = parent / task.task_id
         shutil.rmtree(folder, ignore_errors=True)
@@ -94,6 +98,7 @@ def write_index(path: Path, entries: Iterable[IndexEntry]) -> None:
         }
         for entry in entries
     ]
+    path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(path.name + ".new")
     staging.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     os.replace(staging, path)

@@ -85,6 +85,7 @@ def task_folder(task_id: str, task: ToyTask, names_seed: int) -> TaskFolder:
         test_sh=_TEST_SH,
         solve_sh=f"#!/bin/sh\ncd /app\n{task.fix}\n",
         tests={"check.py": check_source(task).encode()},
+        solution={},
         metadata={
             "family": "toy",
             "pool": task.pool,

@@ -14,14 +14,12 @@ Invariants: same arguments, same bytes; the file appears whole.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from proto import trajectory_pb2
-
 from rollout.client import write_sequences
 from rollout.gateway.chat_template import ChatTemplate, ChatTemplateError
 from rollout.tasks.harbor_task import TaskError
@@ -66,9 +64,7 @@ def build(model: Path, kind: str, rows: int, seed: int, index: Path, out: Path) 
         names_seed, _ = read_tasks(index)
         records = pretraining_records(template, ToyNames(names_seed), rows, seed)
     out.parent.mkdir(parents=True, exist_ok=True)
-    staging = out.with_name(out.name + ".new")
-    write_sequences(staging, records)
-    os.replace(staging, out)
+    write_sequences(out, records)
 
 
 def main(argv: list[str] | None = None) -> int:

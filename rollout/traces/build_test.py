@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from proto.trajectory_pb2 import TokenSequence
 from rollout.client import read_sequences
 from rollout.gateway.chat_template import ChatTemplate
 from rollout.tasks.toy import read_tasks, write_tasks
@@ -26,7 +27,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "model", index
 
 
-def _build(inputs: tuple[Path, Path], out: Path, kind: str, rows: int = 200) -> list[object]:
+def _build(inputs: tuple[Path, Path], out: Path, kind: str, rows: int = 200) -> list[TokenSequence]:
     model, index = inputs
     args = ["--model", str(model), "--kind", kind, "--rows", str(rows), "--seed", "3"]
     assert main([*args, "--tasks", str(index), "--out", str(out)]) == 0

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from proto import trajectory_pb2
-
 from rollout.gateway.chat_template import ChatTemplate
 
 

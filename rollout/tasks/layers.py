@@ -1,0 +1,109 @@
+"""Image layers: what toy and PyPI sandboxes have on top of the host's /usr.
+
+Owner: rollout/tasks.   python -m rollout.tasks.layers --out DIR [--only NAME]...
+writes DIR/toy and DIR/pypi, links to the cache.
+
+  toy   /usr/local/bin: `python` (no site-packages: starts in half the time) and `submit`.
+  pypi  the same `submit`; pytest from hashed wheels in /usr/local/lib/swe_rl/site-packages;
+        `python`, `python3` and `pytest` that see it.
+
+Only pure-Python wheels are locked, so that any python3 >= 3.11 of the base runs them. The
+base's interpreter is /usr/bin/python3.
+Invariant: a layer in the cache is named by the hash of all that went into it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollout.tasks.downloads import DownloadError, cache_root, cached_folder, install_wheels
+
+LAYERS = ("toy", "pypi")
+LOCK = Path(__file__).with_name("pypi_layer.lock")
+SITE_PACKAGES = "/usr/local/lib/swe_rl/site-packages"
+INTERPRETER = "/usr/bin/python3"
+_COMPILE_TIMEOUT_S = 120
+_COMPILED_WITH = b"unchecked-hash"
+
+_SUBMIT = "#!/bin/sh\necho COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n"
+_TOY_PYTHON = f'#!/bin/sh\nexec {INTERPRETER} -S -E -B "$@"\n'
+_SEES_PACKAGES = f"#!/bin/sh\nexport PYTHONPATH={SITE_PACKAGES}${{PYTHONPATH:+:$PYTHONPATH}}\nexec {INTERPRETER} "
+_SCRIPTS: dict[str, dict[str, str]] = {
+    "toy": {"submit": _SUBMIT, "python": _TOY_PYTHON},
+    "pypi": {
+        "submit": _SUBMIT,
+        "python": _SEES_PACKAGES + '"$@"\n',
+        "python3": _SEES_PACKAGES + '"$@"\n',
+        "pytest": _SEES_PACKAGES + '-m pytest "$@"\n',
+    },
+}
+
+
+def layer(name: str) -> Path:
+    """Folder of layer `name` in the cache, made when absent. Raises DownloadError, OSError."""
+    lock = LOCK.read_bytes() if name == "pypi" else b""
+    scripts = repr(sorted(_SCRIPTS[name].items())).encode()
+    key = hashlib.sha256(lock + scripts + _COMPILED_WITH).hexdigest()[:16]
+
+    def make(folder: Path) -> None:
+        binaries = folder / "usr/local/bin"
+        binaries.mkdir(parents=True)
+        for script, text in _SCRIPTS[name].items():
+            (binaries / script).write_text(text)
+            (binaries / script).chmod(0o755)
+        if name == "pypi":
+            packages = folder / SITE_PACKAGES.lstrip("/")
+            install_wheels(LOCK, packages)
+            _compile(packages)
+
+    return cached_folder(cache_root() / "layers" / f"{name}-{key}", make)
+
+
+def _compile(packages: Path) -> None:
+    """Byte code for the sandboxes' interpreter: a read-only layer could never gain it."""
+    # Hash-based and unchecked: the mount's time stamps then do not matter.
+    flags = ["-q", "--invalidation-mode", "unchecked-hash"]
+    command = [INTERPRETER, "-I", "-m", "compileall", *flags, str(packages)]
+    subprocess.run(command, check=True, timeout=_COMPILE_TIMEOUT_S, stdout=subprocess.DEVNULL)
+
+
+def link_layers(out: Path, names: Sequence[str] = LAYERS) -> dict[str, Path]:
+    """Makes `out`/NAME a link to the cached layer for each of `names`; returns the links."""
+    out.mkdir(parents=True, exist_ok=True)
+    links = {}
+    for name in names:
+        staging = out / f".new-{name}-{os.getpid()}"
+        staging.unlink(missing_ok=True)
+        staging.symlink_to(layer(name))
+        os.replace(staging, out / name)
+        links[name] = out / name
+    return links
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; prints each layer's path."""
+    parser = argparse.ArgumentParser(prog="python -m rollout.tasks.layers", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--out", type=Path, required=True, help="folder to put the layers in")
+    parser.add_argument(
+        "--only", choices=LAYERS, action="append", help="this layer (repeatable; default: all)"
+    )
+    args = parser.parse_args(argv)
+    try:
+        links = link_layers(args.out, args.only or LAYERS)
+    except (DownloadError, OSError, subprocess.SubprocessError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for name, path in links.items():
+        print(name, path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

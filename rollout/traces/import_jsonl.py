@@ -1,0 +1,177 @@
+"""Imports conversations from JSON lines as SFT records.
+
+Owner: rollout/traces.
+  python -m rollout.traces.import_jsonl --model MODEL_DIR --in FILE.jsonl --out FILE.sequences
+
+A line is an object with `messages` (OpenAI form: role, content, tool_calls, tool_call_id) or
+such a list itself; mini-swe-agent's trajectory files are objects of that form too. What the
+model's template may not know is turned into text, so that one policy learns one form:
+  * an assistant's tool call becomes a fenced block behind its content: ```bash and the command
+    for a call whose only argument is `command`, else ```json with name and arguments;
+  * a tool's answer becomes a user message;
+  * list content is joined from its text parts; messages of one side in a row are joined, as
+    templates want sides to alternate;
+  * what follows the last assistant message teaches nothing and is dropped, as are roles that
+    only log (mini-swe-agent writes `exit`).
+Invariants: a line is taken whole or refused with its number and reason; nothing is invented.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from proto import trajectory_pb2
+from rollout.client import write_sequences
+from rollout.gateway.chat_template import ChatTemplate, ChatTemplateError
+from rollout.traces.records import RowTooLong, training_record
+
+Message = dict[str, str]
+
+_SIDES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "tool": "user",
+    "function": "user",
+    "assistant": "assistant",
+}
+_LOG_ROLES = frozenset({"exit"})
+
+
+class TraceFormatError(ValueError):
+    """A line is no conversation to train on; the message says which line and why."""
+
+
+def flatten(messages: object) -> list[Message]:
+    """Plain system, user and assistant messages with text content, sides alternating.
+
+    Raises TraceFormatError when `messages` is malformed or holds no assistant message.
+    """
+    if not isinstance(messages, list):
+        raise TraceFormatError(f"messages are no list but {type(messages).__name__}")
+    flat: list[Message] = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise TraceFormatError(f"message {number} is no object")
+        role = message.get("role")
+        if role in _LOG_ROLES:
+            continue
+        if role not in _SIDES:
+            raise TraceFormatError(
+                f"message {number} has role {role!r}; known are {sorted(_SIDES)}"
+            )
+        side, text = _SIDES[role], _text(message, number)
+        if flat and flat[-1]["role"] == side:
+            flat[-1]["content"] += "\n" + text
+        else:
+            flat.append({"role": side, "content": text})
+    while flat and flat[-1]["role"] != "assistant":
+        flat.pop()
+    if not flat:
+        raise TraceFormatError("there is no assistant message to learn from")
+    if flat[0]["role"] == "assistant":
+        raise TraceFormatError("the conversation starts with the assistant; something is missing")
+    return flat
+
+
+def read_conversations(path: Path) -> Iterator[tuple[int, list[Message]]]:
+    """(line number from 1, flattened messages) of each line that is not blank.
+
+    Raises TraceFormatError naming the line, OSError.
+    """
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                messages = row.get("messages") if isinstance(row, Mapping) else row
+                yield number, flatten(messages)
+            except (json.JSONDecodeError, TraceFormatError) as error:
+                raise TraceFormatError(f"{path}, line {number}: {error}") from error
+
+
+def convert(
+    template: ChatTemplate, source: Path, max_tokens: int | None
+) -> Iterator[trajectory_pb2.TokenSequence]:
+    """Records of the conversations of `source`; those above `max_tokens` ids are left out."""
+    for number, messages in read_conversations(source):
+        try:
+            yield training_record(
+                template,
+                messages,
+                row_id=f"{source.name}:{number}",
+                task_id="",
+                max_tokens=max_tokens,
+            )
+        except RowTooLong as error:
+            print(f"left out: {error}", file=sys.stderr)
+
+
+def _text(message: Mapping[str, Any], number: int) -> str:
+    content = message.get("content")
+    if content is None:
+        content = ""
+    elif isinstance(content, list):
+        content = "".join(_part_text(part, number) for part in content)
+    elif not isinstance(content, str):
+        raise TraceFormatError(f"content of message {number} is {type(content).__name__}, not text")
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise TraceFormatError(f"tool_calls of message {number} are no list")
+    blocks = [_call_text(call, number) for call in calls]
+    return "\n\n".join([*([content] if content or not blocks else []), *blocks])
+
+
+def _part_text(part: object, number: int) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part["text"], str):
+        return part["text"]
+    raise TraceFormatError(f"message {number} has a part that is not text")
+
+
+def _call_text(call: object, number: int) -> str:
+    try:
+        function = call["function"]  # type: ignore[index]
+        arguments = function["arguments"]
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        name = function["name"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise TraceFormatError(
+            f"a tool call of message {number} is malformed: {error!r}"
+        ) from error
+    if isinstance(arguments, Mapping) and list(arguments) == ["command"]:
+        return f"```bash\n{arguments['command']}\n```"
+    body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"```json\n{body}\n```"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; prints how many conversations were written."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rollout.traces.import_jsonl", description=__doc__
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--model", type=Path, required=True, help="folder with the tokenizer")
+    parser.add_argument("--in", dest="source", type=Path, required=True, help="JSON lines")
+    parser.add_argument("--out", type=Path, required=True, help="file to write")
+    parser.add_argument("--max-tokens", type=int, help="leave out longer conversations")
+    args = parser.parse_args(argv)
+    try:
+        template = ChatTemplate.load(args.model)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        count = write_sequences(args.out, convert(template, args.source, args.max_tokens))
+    except (TraceFormatError, ChatTemplateError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{count} conversations: {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
