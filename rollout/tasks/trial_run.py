@@ -12,25 +12,19 @@ from __future__ import annotations
 import io
 import tarfile
 import tomllib
-import uuid
-from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import grpc.aio
-from google.protobuf.duration_pb2 import Duration
-
-from proto import sandbox_pb2, sandbox_pb2_grpc
 from rollout.tasks.grading import Grade, GradingError, GradingSpec, grade
 from rollout.tasks.harbor_task import IndexEntry, TaskError
+from sandbox.client import AcquiredLease, InvalidRequestError, SandboxClient, SandboxError
 
 PATCHES = ("gold", "empty")
 GRADING_FILE = "grading.json"
-_CALL_TIMEOUT_S = 120.0
-_LEASE_SLACK_S = 60.0
-_CHUNK_BYTES = 1 << 20
-_OUTPUT_CAP_BYTES = 4 << 20
+_ACQUIRE_TIMEOUT_S = 120.0
+_LEASE_SLACK_S = 120.0
+_OUTPUT_CAP_BYTES = 1 << 20
+_LOG_CAP_BYTES = 16 << 20
 
 
 class InfrastructureError(RuntimeError):
@@ -73,88 +67,63 @@ def load_task(entry: IndexEntry) -> RunnableTask:
         raise TaskError(f"task {entry.task_id} in {entry.path} is malformed: {error!r}") from error
 
 
-async def run_task(channel: grpc.aio.Channel, task: RunnableTask, patch: str) -> Grade:
-    """Grades `task` with `patch` (gold or empty). Raises InfrastructureError."""
+async def run_task(client: SandboxClient, task: RunnableTask, patch: str) -> Grade:
+    """Grades `task` with `patch` (gold or empty).
+
+    Raises InfrastructureError, or TaskError when the broker refuses what the task asks for.
+    """
     assert patch in PATCHES
-    stub: Any = sandbox_pb2_grpc.SandboxBrokerStub(channel)  # type: ignore[no-untyped-call]
-    request = sandbox_pb2.AcquireRequest(
-        image=task.image,
-        holder=f"validate/{task.task_id}/{patch}",
-        ttl=_seconds(2 * task.verifier_timeout_s + _LEASE_SLACK_S),
-        limits=sandbox_pb2.Limits(memory_bytes=task.memory_mb << 20),
-        idempotency_key=uuid.uuid4().hex,
-        workdir=task.workdir,
-    )
     try:
-        reply = await stub.Acquire(request, timeout=_CALL_TIMEOUT_S)
-        key = {"lease_id": reply.lease.lease_id, "epoch": reply.lease.epoch}
+        lease = await client.acquire(
+            task.image,
+            holder=f"validate/{task.task_id}/{patch}",
+            ttl_s=2 * task.verifier_timeout_s + _LEASE_SLACK_S,
+            memory_bytes=task.memory_mb << 20,
+            workdir=task.workdir,
+            timeout_s=_ACQUIRE_TIMEOUT_S,
+        )
         try:
-            return await _grade_in(stub, key, task, patch)
+            return await _grade_in(client, lease, task, patch)
         finally:
-            release = sandbox_pb2.ReleaseRequest(**key)
-            await stub.Release(release, timeout=_CALL_TIMEOUT_S)
-    except grpc.aio.AioRpcError as error:
-        raise InfrastructureError(
-            f"task {task.task_id}, {patch} patch: broker answered {error.code().name}: "
-            f"{error.details()}"
-        ) from error
+            await client.release(lease)
+    except InvalidRequestError as error:
+        raise TaskError(f"task {task.task_id}: the broker refuses it: {error}") from error
+    except SandboxError as error:
+        raise InfrastructureError(f"task {task.task_id}, {patch} patch: {error}") from error
 
 
-async def _grade_in(stub: Any, key: Mapping[str, Any], task: RunnableTask, patch: str) -> Grade:
-    await _upload(stub, key, task.environment, task.workdir)
+async def _grade_in(
+    client: SandboxClient, lease: AcquiredLease, task: RunnableTask, patch: str
+) -> Grade:
+    await client.upload_tar(lease, task.environment, task.workdir)
     timeout_s = task.verifier_timeout_s
     if patch == "gold":
-        await _upload(stub, key, task.solution, "/solution")
-        solved = await _execute(stub, key, "sh /solution/solve.sh", timeout_s)
+        await client.upload_tar(lease, task.solution, "/solution")
+        solved = await client.exec(
+            lease, "sh /solution/solve.sh", timeout_s=timeout_s, merge_output=True
+        )
         if solved.exit_code or solved.timed_out:
             tail = solved.stdout[-200:].decode(errors="replace")
             return Grade(None, f"solve.sh ended with status {solved.exit_code}: {tail!r}")
-    await _upload(stub, key, task.tests, "/tests")
-    command = "mkdir -p /logs/verifier && exec /tests/test.sh"
-    ran = await _execute(stub, key, command, timeout_s)
+    await client.upload_tar(lease, task.tests, "/tests")
+    ran = await client.exec(
+        lease,
+        "mkdir -p /logs/verifier && exec /tests/test.sh",
+        timeout_s=timeout_s,
+        output_cap_bytes=_OUTPUT_CAP_BYTES,
+    )
     if ran.timed_out:
         return Grade(None, f"the tests took over {timeout_s} s")
     if ran.oom_killed:
         return Grade(None, f"the tests ran out of their {task.memory_mb} MiB")
-    if task.spec.kind == "stdout":
-        output, truncated = ran.stdout, ran.stdout_dropped_bytes > 0
-    else:
-        output, truncated = await _download(stub, key, task.spec.log), False
+    output, truncated = ran.stdout, ran.stdout_dropped_bytes > 0
+    if task.spec.kind == "pytest":
+        try:
+            output = await client.download_file(lease, task.spec.log, _LOG_CAP_BYTES)
+        except InvalidRequestError:
+            return Grade(None, f"the tests left no log {task.spec.log}")
+        truncated = False
     return grade(task.spec, output.decode(errors="replace"), truncated=truncated)
-
-
-async def _execute(stub: Any, key: Mapping[str, Any], command: str, timeout_s: float) -> Any:
-    request = sandbox_pb2.ExecRequest(
-        command=command,
-        timeout=_seconds(timeout_s),
-        output_cap_bytes=_OUTPUT_CAP_BYTES,
-        **key,
-    )
-    return await stub.Exec(request, timeout=timeout_s + _LEASE_SLACK_S)
-
-
-async def _upload(stub: Any, key: Mapping[str, Any], tar: bytes, target: str) -> None:
-    async def pieces() -> AsyncIterator[sandbox_pb2.UploadRequest]:
-        for start in range(0, len(tar), _CHUNK_BYTES):
-            head = {"target_dir": target, **key} if start == 0 else {}
-            yield sandbox_pb2.UploadRequest(tar_chunk=tar[start : start + _CHUNK_BYTES], **head)
-
-    await stub.Upload(pieces(), timeout=_CALL_TIMEOUT_S)
-
-
-async def _download(stub: Any, key: Mapping[str, Any], path: str) -> bytes:
-    """Content of a file of the sandbox; empty where there is none."""
-    request = sandbox_pb2.DownloadRequest(path=path, **key)
-    chunks = [c.data async for c in stub.Download(request, timeout=_CALL_TIMEOUT_S)]
-    data = b"".join(chunks)
-    if not data:
-        return b""
-    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-        for member in archive:
-            content = archive.extractfile(member)
-            if content is not None:
-                return content.read()
-    return b""
 
 
 def _tar(folder: Path, leave_out: str = "") -> bytes:
@@ -164,9 +133,3 @@ def _tar(folder: Path, leave_out: str = "") -> bytes:
             if path.is_file() and path.name != leave_out:
                 archive.add(path, str(path.relative_to(folder)))
     return buffer.getvalue()
-
-
-def _seconds(value: float) -> Duration:
-    duration = Duration()
-    duration.FromMilliseconds(int(value * 1000))
-    return duration

@@ -25,6 +25,7 @@ from proto import serving
 from rollout.tasks.grading import Grade
 from rollout.tasks.harbor_task import IndexEntry, TaskError, read_index
 from rollout.tasks.trial_run import PATCHES, InfrastructureError, load_task, run_task
+from sandbox.client import SandboxClient
 
 WANTED = {"gold": 1.0, "empty": 0.0}
 _MAX_RETRIES = 2
@@ -59,6 +60,8 @@ async def judge(
                 grade = await _with_retries(run, patch)
             except InfrastructureError as error:
                 grade = Grade(None, f"infrastructure: {error}")
+            except TaskError as error:
+                grade = Grade(None, str(error))
             rewards[patch].append(grade.reward)
             if grade.reward != WANTED[patch] and not reason:
                 reason = (
@@ -77,6 +80,7 @@ async def validate(
     slots = asyncio.Semaphore(concurrency)
 
     async with serving.dial(broker) as channel:
+        client = SandboxClient(channel)
 
         async def one(entry: IndexEntry) -> Verdict:
             async with slots:
@@ -85,7 +89,7 @@ async def validate(
                 except TaskError as error:
                     return Verdict(entry.task_id, False, str(error), {}, 0.0)
                 verdict = await judge(
-                    entry.task_id, lambda patch: run_task(channel, task, patch), repeats
+                    entry.task_id, lambda patch: run_task(client, task, patch), repeats
                 )
             state = "valid" if verdict.valid else f"QUARANTINED: {verdict.reason}"
             print(f"{verdict.task_id}: {state} ({verdict.duration_s:.1f} s)", flush=True)

@@ -69,13 +69,17 @@ class FolderBroker(pb_grpc.SandboxBrokerServicer):
 
     async def Exec(self, request: pb.ExecRequest, _: Any) -> pb.ExecReply:
         command = self._inside(request.lease_id, request.command.encode())
-        done = await asyncio.to_thread(
-            subprocess.run,
-            ["sh", "-c", command],
+        process = await asyncio.create_subprocess_exec(
+            "sh",
+            "-c",
+            command,
             cwd=self.root / request.lease_id / "app",
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
-        return pb.ExecReply(stdout=done.stdout, stderr=done.stderr, exit_code=done.returncode)
+        out, err = await process.communicate()
+        assert process.returncode is not None
+        return pb.ExecReply(stdout=out, stderr=err, exit_code=process.returncode)
 
     async def Download(self, request: pb.DownloadRequest, _: Any) -> AsyncIterator[pb.TarChunk]:
         path = self.root / request.lease_id / request.path.lstrip("/")
