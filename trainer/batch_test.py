@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,13 +36,13 @@ def test_first_id_is_never_trained() -> None:
     assert not batch.from_proto(record([6, 7], [1, 1]), VOCAB).loss_mask[0]
 
 
-def _short_mask() -> object:
+def _short_mask() -> Any:
     bad = record([6, 7], [0, 1])
     bad.loss_mask = b"\x01"
     return bad
 
 
-def _no_span() -> object:
+def _no_span() -> Any:
     bad = record([6, 7], [0, 1], logprobs=[0, -1])
     bad.version_spans[0].end = 1
     return bad
@@ -56,7 +58,7 @@ def _no_span() -> object:
     ],
     ids=["short_mask", "no_span", "id_outside", "empty"],
 )
-def test_broken_record_is_refused(bad: object, message: str) -> None:
+def test_broken_record_is_refused(bad: Any, message: str) -> None:
     with pytest.raises(BadSequenceError, match=message):
         batch.from_proto(bad, VOCAB)
 
@@ -74,7 +76,7 @@ def test_broken_record_is_refused(bad: object, message: str) -> None:
     ids=["sound", "nan", "inf_where_masked", "banned_trained", "banned_in_prompt", "greedy"],
 )
 def test_untrainable_sequence_is_named(changes: dict[str, object], reason: str) -> None:
-    fields = {"logprobs": [0, -1]} | changes
+    fields: dict[str, Any] = {"logprobs": [0, -1]} | changes
     sequence = batch.from_proto(record([6, 7], [0, 1], **fields), VOCAB)
     assert batch.broken_reason(sequence) == reason
 
@@ -94,18 +96,19 @@ def test_packs_keep_the_budget_and_never_mix_keys() -> None:
     assert sorted(i for pack in packs for i in pack) == [0, 1, 2, 3, 4]
     assert all(len({keys[i] for i in pack}) == 1 for pack in packs)
     assert all(sum(lengths[i] for i in p) <= 10 or len(p) == 1 for p in packs)
-    assert all(lengths[a] <= lengths[b] for p in packs for a, b in zip(p, p[1:], strict=False))
+    assert all(lengths[a] <= lengths[b] for p in packs for a, b in itertools.pairwise(p))
 
 
 def test_targets_shift_inside_each_document() -> None:
     tokens, cu = PACKED["tokens"], PACKED["cu_seqlens"]
     documents = [
         batch.from_proto(record(tokens[a:b], PACKED["target_mask"][a:b]), VOCAB)
-        for a, b in zip(cu, cu[1:], strict=False)
+        for a, b in itertools.pairwise(cu)
     ]
     (micro,) = batch.make_micro_batches(documents[::-1], 100, VOCAB, CPU)
     # The shorter document comes first in the pack.
     assert micro.tokens.tolist() == [21, 22, 11, 12, 13]
+    assert micro.rows.position_ids is not None
     assert micro.rows.position_ids.tolist() == [0, 1, 0, 1, 2]
     assert micro.rows.cu_seqlens_q.tolist() == [0, 2, 5]
     assert micro.slots.tolist() == [0, 2, 3]

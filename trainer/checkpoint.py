@@ -39,6 +39,7 @@ class Progress:
 
     stage: str = ""  # the stage last worked on
     stage_step: int = 0  # its steps done
+    rl_step: int = 0  # RL steps done, the manager's count of optimizer steps
     weight_version: int = 0  # last one published
     finished_stages: tuple[str, ...] = ()
 

@@ -65,10 +65,10 @@ def test_corrupt_checkpoint_is_refused_and_the_one_before_used(
     learner = make_learner(model_dir, device)
     store = CheckpointStore(tmp_path / "checkpoints", kept=3)
     good = store.save(learner, Progress("sft", 1))
-    bad = store.save(learner, Progress("sft", 2, 7, ("pretrain",)))
+    bad = store.save(learner, Progress("sft", 2, 0, 7, ("pretrain",)))
     latest = store.latest()
     assert latest is not None
-    assert latest.progress == Progress("sft", 2, 7, ("pretrain",))
+    assert latest.progress == Progress("sft", 2, 0, 7, ("pretrain",))
     victim = next(bad.glob("*.distcp"))
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1

@@ -66,6 +66,53 @@ class SupervisedConfig(_Settings):
     """Coefficient of the experts' load-balancing loss."""
 
 
+class PretrainOptimConfig(OptimConfig):
+    """Defaults that teach a tiny model to copy."""
+
+    lr: float = Field(default=3e-3, gt=0)
+    """Peak learning rate."""
+    warmup_steps: int = Field(default=10, ge=0)
+    """Steps of linear warm-up; the first step has lr / warmup_steps."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled decay of matrices; norms are never decayed."""
+
+
+class PretrainConfig(SupervisedConfig):
+    """The PRETRAIN stage."""
+
+    optim: PretrainOptimConfig = PretrainOptimConfig()
+    """Optimizer of the stage; its state starts empty."""
+    router_aux_loss: float = Field(default=0.001, ge=0)
+    """Coefficient of the experts' load-balancing loss."""
+
+
+class SftOptimConfig(OptimConfig):
+    """Defaults for a short stage on demonstrations."""
+
+    lr: float = Field(default=5e-4, gt=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled decay of matrices; norms are never decayed."""
+
+
+class SftConfig(SupervisedConfig):
+    """The SFT stage."""
+
+    optim: SftOptimConfig = SftOptimConfig()
+    """Optimizer of the stage; its state starts empty."""
+    batch_rows: int = Field(default=16, gt=0)
+    """Sequences a step."""
+
+
+class RlOptimConfig(OptimConfig):
+    """Defaults for RL: a constant rate after the warm-up."""
+
+    lr: float = Field(default=2e-4, gt=0)
+    """Peak learning rate."""
+    final_lr_fraction: float = Field(default=1.0, ge=0, le=1)
+    """The rate falls linearly over the stage to this fraction of the peak; 1 keeps it."""
+
+
 class LossConfig(_Settings):
     """The policy objective; see losses in loss.py."""
 
@@ -99,7 +146,7 @@ class LossConfig(_Settings):
 class RlConfig(_Settings):
     """The reinforcement-learning stage."""
 
-    optim: OptimConfig = OptimConfig(lr=2e-4, final_lr_fraction=1.0)
+    optim: RlOptimConfig = RlOptimConfig()
     """Optimizer of the stage; its state starts empty."""
     groups_per_step: int = Field(default=16, gt=0)
     """Groups consumed by one optimizer step."""
@@ -167,13 +214,9 @@ class TrainerConfig(_Settings):
     """How long calls to an unavailable manager are retried before the stage fails."""
     drain_timeout_s: float = Field(default=30.0, ge=0)
     """On SIGTERM, how long the step in hand and open calls may take to end."""
-    pretrain: SupervisedConfig = SupervisedConfig(
-        optim=OptimConfig(lr=3e-3, warmup_steps=10, weight_decay=0.01), router_aux_loss=0.001
-    )
+    pretrain: PretrainConfig = PretrainConfig()
     """The PRETRAIN stage."""
-    sft: SupervisedConfig = SupervisedConfig(
-        optim=OptimConfig(lr=5e-4, weight_decay=0.01), batch_rows=16
-    )
+    sft: SftConfig = SftConfig()
     """The SFT stage."""
     rl: RlConfig = RlConfig()
     """The RL stage."""

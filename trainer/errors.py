@@ -29,6 +29,10 @@ class BadRequestError(TrainerError):
     """A request that can never succeed as it is."""
 
 
+class PublishFailedError(TrainerError):
+    """Weights reached no engine, or the window could not be opened. Safe to try a new version."""
+
+
 class StoppedError(TrainerError):
     """The trainer is stopping; the work in hand was given up."""
 
@@ -40,6 +44,7 @@ STATUS_CODES: dict[type[TrainerError], grpc.StatusCode] = {
     CorruptCheckpointError: grpc.StatusCode.DATA_LOSS,
     StageConflictError: grpc.StatusCode.FAILED_PRECONDITION,
     BadRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    PublishFailedError: grpc.StatusCode.UNAVAILABLE,
     StoppedError: grpc.StatusCode.UNAVAILABLE,
 }
 """The one table between our errors and gRPC's codes."""

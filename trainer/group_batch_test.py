@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from proto import rollout_pb2
@@ -8,8 +10,8 @@ from trainer.config import RlConfig
 from trainer.testbed import VOCAB, ScriptedManager, record
 
 
-def member(name: str, reward: float, version: int = 5, **changes: object) -> object:
-    fields: dict[str, object] = {"logprobs": [0, -1, -1], "version": version} | changes
+def member(name: str, reward: float, version: int = 5, **changes: Any) -> Any:
+    fields: dict[str, Any] = {"logprobs": [0, -1, -1], "version": version} | changes
     return record([6, 7, 8], [0, 1, 1], attempt_id=name, reward=reward, **fields)
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ MASK = flat(FIXTURE["mask"]).bool()
 SEQUENCE = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
 
 # name -> (objective, its settings, advantages)
-POLICY_CASES = {
+POLICY_CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "grpo_token_dapo": ("recompute_only", {}, "grpo_ddof1_eps1e-6"),
     "grpo_seqmean_paper": (
         "recompute_only",
@@ -63,9 +64,11 @@ def test_loss_and_gradient_match_the_case(name: str, junk: float | None) -> None
     config = LossConfig(objective=objective, **settings)
     logs = [flat(FIXTURE[f"logp_{kind}"]) for kind in ("new", "old", "rollout")]
     if junk is not None:
-        logs = [torch.where(MASK, log, junk * sign) for log, sign in zip(logs, (1, 1, -1))]
+        logs = [
+            torch.where(MASK, log, junk * sign) for log, sign in zip(logs, (1, 1, -1), strict=True)
+        ]
     new = logs[0].requires_grad_()
-    result = loss.OBJECTIVES[objective](batch_of(new, *logs[1:], config, advantages), config)
+    result = loss.OBJECTIVES[objective](batch_of(new, logs[1], logs[2], config, advantages), config)
     result.loss.backward()
     wanted = CASES["cases"][name]
     assert result.num_clamped == 0
@@ -89,11 +92,8 @@ def test_sft_matches_the_case(junk: float | None) -> None:
 
 def test_micro_batches_sum_to_the_global_mean() -> None:
     config = LossConfig(objective="recompute_only")
-    whole = batch_of(
-        *(flat(FIXTURE[f"logp_{k}"]) for k in ("new", "old", "rollout")),
-        config,
-        "grpo_ddof1_eps1e-6",
-    )
+    new, old, rollout = (flat(FIXTURE[f"logp_{k}"]) for k in ("new", "old", "rollout"))
+    whole = batch_of(new, old, rollout, config, "grpo_ddof1_eps1e-6")
     parts = []
     for members in ((0, 1, 2), (3, 4, 5)):
         chosen = torch.isin(SEQUENCE, torch.tensor(members))

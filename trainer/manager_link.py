@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from proto import rollout_pb2, trajectory_pb2
 from rollout.client import DeadlineError, RolloutClient, UnavailableError
+from trainer.errors import PublishFailedError
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -25,10 +26,25 @@ _BACKOFF_S = 0.5
 class PublishResult(Protocol):
     """What weightsync.publisher reports."""
 
-    weight_version: int
-    num_bytes: int
-    duration_s: float
-    engines: Any
+    @property
+    def weight_version(self) -> int:
+        """The version published."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights."""
+        ...
+
+    @property
+    def duration_s(self) -> float:
+        """From opening the window to its close."""
+        ...
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Those that serve the version."""
+        ...
 
 
 class Publisher(Protocol):
@@ -38,6 +54,7 @@ class Publisher(Protocol):
         self, named_tensors: Iterable[tuple[str, Any]], weight_version: int
     ) -> PublishResult:
         """Opens a window, sends every tensor, closes the window."""
+        ...
 
 
 class ManagerLink:
@@ -49,12 +66,22 @@ class ManagerLink:
         client: RolloutClient,
         publisher: Publisher,
         retry_s: float,
+        publish_errors: tuple[type[Exception], ...] = (),
     ) -> None:
-        """Args: loop runs in another thread; client and publisher belong to it."""
+        """Takes over a client and a publisher.
+
+        Args: loop runs in another thread, and client and publisher belong to it;
+          publish_errors are what the publisher raises when no engine took the weights.
+        """
         self._loop = loop
         self._client = client
         self._publisher = publisher
         self._retry_s = retry_s
+        self._publish_errors: tuple[type[Exception], ...] = (
+            UnavailableError,
+            DeadlineError,
+            *publish_errors,
+        )
 
     def next_batch(
         self, request: rollout_pb2.NextBatchRequest, timeout_s: float
@@ -104,8 +131,15 @@ class ManagerLink:
         self._call(lambda: self._client.report_checkpoint(request))
 
     def publish(self, named_tensors: list[tuple[str, Any]], weight_version: int) -> PublishResult:
-        """Publishes weights once; the tensors must not change until this returns."""
-        return self._start(self._publisher.publish(named_tensors, weight_version)).result()
+        """Publishes weights once; the tensors must not change until this returns.
+
+        Raises:
+          PublishFailedError: no engine serves the version; the number must not be used again.
+        """
+        try:
+            return self._start(self._publisher.publish(named_tensors, weight_version)).result()
+        except self._publish_errors as error:
+            raise PublishFailedError(f"weight_version {weight_version}: {error}") from error
 
     def _start(self, work: Coroutine[Any, Any, _T] | Any) -> concurrent.futures.Future[_T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)

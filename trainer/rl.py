@@ -22,7 +22,6 @@ weights: the current weights are published again, as a new version, and the loop
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -68,7 +67,7 @@ class RlStage:
           StoppedError: the trainer was told to stop.
           TrainerError, RolloutError: the stage failed; weights are those of the last step.
         """
-        self._begin_lineage(completed_steps)
+        self._runner.publish_if_changed()
         for step in range(completed_steps + 1, num_steps + 1):
             clock = StepClock(self._clock)
             claimed = self._next_batch(step, clock)
@@ -80,7 +79,7 @@ class RlStage:
             clock.lap("logprob")
             update = self._update(batch, micros, old, step)
             clock.lap("update")
-            published = self._runner.publish().weight_version if update else 0
+            published = self._runner.publish_to_stage() if update else 0
             clock.lap("publish")
             self._ack(claimed, batch, step, consumed_version)
             scalars = self._scalars(batch, micros, old, update, consumed_version)
@@ -96,14 +95,6 @@ class RlStage:
                 )
             )
 
-    def _begin_lineage(self, completed_steps: int) -> None:
-        """Makes newer batches ready again and gives the engines the loaded weights."""
-        reply = self._link.rewind(
-            rollout_pb2.RewindRequest(step=completed_steps, lineage_token=uuid.uuid4().hex)
-        )
-        self._runner.raise_weight_version(reply.max_weight_version)
-        self._runner.publish()
-
     def _next_batch(self, step: int, clock: StepClock) -> rollout_pb2.NextBatchReply:
         while True:
             request = rollout_pb2.NextBatchRequest(
@@ -116,7 +107,7 @@ class RlStage:
             if reply.groups:
                 return reply
             if reply.republish_requested:
-                self._runner.publish()
+                self._runner.publish_to_stage()
                 clock.lap("publish")
 
     def _fetch(self, claimed: rollout_pb2.NextBatchReply) -> GroupBatch:

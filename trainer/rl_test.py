@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from proto import rollout_pb2 as rpb
-from trainer import batch, gap, testbed
-from trainer.config import LossConfig, OptimConfig, RlConfig, TrainerConfig
+from trainer import batch, gap
+from trainer.config import LossConfig, RlConfig, RlOptimConfig, TrainerConfig
 from trainer.device import Device
 from trainer.stage_runner import StageRequest, StageRunner
 from trainer.testbed import VOCAB, ManagerThread, record
@@ -33,8 +33,8 @@ def manager() -> Iterator[ManagerThread]:
 def make_runner(
     tmp_path: Path, model: Path, device: Device, manager: ManagerThread, **rl: Any
 ) -> StageRunner:
-    settings = {
-        "optim": OptimConfig(lr=3e-3, warmup_steps=0, final_lr_fraction=1.0),
+    settings: dict[str, Any] = {
+        "optim": RlOptimConfig(lr=3e-3, warmup_steps=0),
         "groups_per_step": 1,
         "batch_wait_s": 0.2,
     }
@@ -50,7 +50,7 @@ def make_runner(
 def sampled(runner: StageRunner, name: str, answer: int, reward: float, version: int) -> Any:
     """A trajectory with the log-probs that the runner's weights give it."""
     ids, mask = [6, 8, 9, answer, answer], [0, 0, 0, 1, 1]
-    fields = {
+    fields: dict[str, Any] = {
         "attempt_id": name,
         "version": version,
         "reward": reward,
@@ -231,6 +231,38 @@ def test_a_restarted_trainer_rewinds_and_publishes_a_higher_version(
     assert torch.equal(manager.publisher.norms[1], manager.publisher.norms[2])
     assert [r.step for r in again.metrics.since("rl", 1)] == [1, 2]
     assert len({r.lineage_token for r in manager.manager.rewound}) == 2
+
+
+def test_weights_published_before_the_stage_are_not_sent_again(
+    tmp_path: Path, model_dir: Path, device: Device, manager: ManagerThread
+) -> None:
+    manager.manager.max_weight_version = 2
+    runner = make_runner(tmp_path, model_dir, device, manager)
+    assert runner.publish().weight_version == 3
+    manager.manager.add_batch(group(runner, 1, version=3))
+    run_rl(runner, 1)
+    assert manager.publisher.versions == [3, 4]
+    assert len(manager.manager.rewound) == 1
+
+
+def test_a_lost_publication_does_not_end_the_stage(
+    tmp_path: Path, model_dir: Path, device: Device, manager: ManagerThread
+) -> None:
+    runner = make_runner(tmp_path, model_dir, device, manager)
+    manager.publisher.num_failures = 1
+    manager.manager.replies.append(rpb.NextBatchReply(republish_requested=True))
+    manager.manager.add_batch(group(runner, 1, version=1))
+    run_rl(runner, 1)
+    assert manager.publisher.versions == [1, 2, 3]
+    assert runner.metrics.since("rl", 1)[0].weight_version == 3
+
+
+def test_an_asked_publication_is_tried_again(
+    tmp_path: Path, model_dir: Path, device: Device, manager: ManagerThread
+) -> None:
+    runner = make_runner(tmp_path, model_dir, device, manager)
+    manager.publisher.num_failures = 1
+    assert runner.publish().weight_version == 2
 
 
 def test_a_failed_stage_tells_why_and_keeps_the_process(

@@ -59,12 +59,12 @@ def make_link(config: TrainerConfig, loop: asyncio.AbstractEventLoop) -> Manager
     from rollout.client import RolloutClient
     from trainer.manager_link import ManagerLink
     from weightsync.config import WeightSyncConfig
-    from weightsync.publisher import WeightPublisher
+    from weightsync.publisher import PublishError, WeightPublisher
 
     channel = dial(config.manager_address, ClientSecurity.from_environment())
     client = RolloutClient(channel, call_timeout_s=config.manager_timeout_s)
     publisher = WeightPublisher(WeightSyncConfig(**config.weight_sync), client)
-    return ManagerLink(loop, client, publisher, config.manager_retry_s)
+    return ManagerLink(loop, client, publisher, config.manager_retry_s, (PublishError,))
 
 
 def serve(config: TrainerConfig, serving: Any, address_file: Path | None) -> None:

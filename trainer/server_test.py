@@ -36,7 +36,7 @@ class Process:
 
     async def address(self) -> str:
         while not self.address_file.exists():
-            assert self.process.poll() is None, self.process.stderr.read()[-2000:]
+            assert self.process.poll() is None, self.end()[1][-2000:]
             await asyncio.sleep(0.02)
         return self.address_file.read_text().strip()
 

@@ -8,7 +8,7 @@ import pytest
 
 from rollout.client import write_sequences
 from trainer import sft, testbed
-from trainer.config import OptimConfig, SupervisedConfig, TrainerConfig
+from trainer.config import SftConfig, SftOptimConfig, TrainerConfig
 from trainer.device import Device
 from trainer.errors import BadRequestError, StageConflictError
 from trainer.stage_runner import StageRequest, StageRunner
@@ -25,12 +25,11 @@ def run(runner: StageRunner) -> None:
 
 
 def make_runner(tmp_path: Path, device: Device) -> StageRunner:
-    settings = SupervisedConfig(optim=OptimConfig(lr=1e-2, warmup_steps=2), batch_rows=16)
+    settings = SftConfig(optim=SftOptimConfig(lr=1e-2, warmup_steps=2))
     config = TrainerConfig(
         model_dir=testbed.write_model(tmp_path / "model"),
         run_dir=tmp_path / "run",
         sft=settings,
-        pretrain=settings,
     )
     write_sequences(tmp_path / "data.sequences", testbed.copy_rows(64))
     return StageRunner(config, device, None)

@@ -16,19 +16,27 @@ import dataclasses
 import logging
 import queue
 import threading
+import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from proto import rollout_pb2
-from rollout.client import DeadlineError, RolloutError, UnavailableError
+from rollout.client import RolloutError
 from trainer import batch as batching
 from trainer import checkpoint as checkpoints
 from trainer import gap, hf_export
 from trainer.checkpoint import CheckpointStore, Progress
 from trainer.config import TrainerConfig
 from trainer.device import Device
-from trainer.errors import BadRequestError, StageConflictError, StoppedError, TrainerError
+from trainer.errors import (
+    BadRequestError,
+    PublishFailedError,
+    StageConflictError,
+    StoppedError,
+    TrainerError,
+)
 from trainer.manager_link import ManagerLink, PublishResult
 from trainer.metrics_log import MetricsLog, StepRecord
 from trainer.model import Policy
@@ -38,7 +46,6 @@ from trainer.step import Learner
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_PUBLISH_TRIES = 3
 
 Kind = Literal["pretrain", "sft", "rl"]
 State = Literal["idle", "running", "paused", "finished", "failed"]
@@ -94,6 +101,8 @@ class StageRunner:
         self._saved = self._progress
         # A signal handler calls `stop` on the main thread, which may hold the lock just then.
         self._lock = threading.RLock()
+        self._published_updates = -1  # learner.num_updates at the last publication
+        self._has_lineage = False
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._paused = False
         self._stopping = False
@@ -194,30 +203,42 @@ class StageRunner:
         """The version that was published last."""
         return self._progress.weight_version
 
-    def raise_weight_version(self, at_least: int) -> None:
-        """Makes the next publication's version higher than `at_least`."""
-        self._advance(weight_version=max(self._progress.weight_version, at_least))
+    def publish_to_stage(self) -> int:
+        """Publishes once, for a stage that goes on whatever happens. Returns the version, or 0.
+
+        Engines that got nothing keep serving their version, or ask for a publication through
+        NextBatch once they are up. Trying again at once would only use up version numbers, and
+        staleness is counted in them.
+        """
+        try:
+            return self._publish_once().weight_version
+        except PublishFailedError as error:
+            _log.warning("publication failed, training goes on: %s", error)
+            return 0
+
+    def publish_if_changed(self) -> None:
+        """As publish_to_stage, unless the engines were given these very weights already."""
+        if self._published_updates != self.learner.num_updates:
+            self.publish_to_stage()
 
     def publish(self) -> PublishResult:
-        """Publishes the current weights as a new version.
+        """Publishes the current weights as a new version; tries for `manager_retry_s`.
 
         Raises:
           BadRequestError: no manager is configured.
-          RolloutError: it failed several times in a row.
+          PublishFailedError: no engine took them in time.
+          RolloutError: the manager refused.
         """
-        if self._link is None:
-            raise BadRequestError("publishing needs manager_address in the trainer's config")
-        tensors = list(self.learner.policy.export_named_tensors())
-        for attempt in range(1, _PUBLISH_TRIES + 1):
-            # A version is never used twice, even when its window failed.
-            self._advance(weight_version=self._progress.weight_version + 1)
+        delay_s, give_up = 1.0, time.monotonic() + self.config.manager_retry_s
+        while True:
             try:
-                return self._link.publish(tensors, self._progress.weight_version)
-            except (UnavailableError, DeadlineError) as error:
-                _log.warning("publishing version %d failed: %s", self.weight_version, error)
-                if attempt == _PUBLISH_TRIES:
+                return self._publish_once()
+            except PublishFailedError as error:
+                if time.monotonic() + delay_s > give_up or self._stopping:
                     raise
-        raise AssertionError("unreachable")
+                _log.warning("publication failed, next try in %.0f s: %s", delay_s, error)
+                time.sleep(delay_s)
+                delay_s *= 2
 
     def wait(self, future: concurrent.futures.Future[_T]) -> _T:
         """Waits for something from the event loop, serving jobs meanwhile; then heeds a pause.
@@ -236,7 +257,10 @@ class StageRunner:
 
     def step_done(self, record: StepRecord) -> None:
         """Books a step: metrics, progress, the periodic checkpoint, then jobs that wait."""
-        self._advance(stage=record.stage, stage_step=record.step)
+        changes: dict[str, Any] = {"stage": record.stage, "stage_step": record.step}
+        if self._status.stage is not None and self._status.stage.kind == "rl":
+            changes["rl_step"] = record.step
+        self._advance(**changes)
         self.metrics.append(record)
         with self._lock:
             self._status = dataclasses.replace(self._status, step=record.step, last_record=record)
@@ -259,12 +283,10 @@ class StageRunner:
             self._status = dataclasses.replace(self._status, latest_checkpoint=str(path))
             stage = self._status.stage
         if stage is not None and stage.kind == "rl" and self._link is not None:
-            kept = self._store.progress_of_kept()
-            steps = [p.stage_step if p.stage == stage.name else 0 for p in kept]
+            oldest = min(p.rl_step for p in self._store.progress_of_kept())
             self._link.report_checkpoint(
                 rollout_pb2.ReportCheckpointRequest(
-                    step=self._progress.stage_step if self._progress.stage == stage.name else 0,
-                    oldest_kept_step=min(steps),
+                    step=self._progress.rl_step, oldest_kept_step=oldest
                 )
             )
         return path
@@ -286,6 +308,31 @@ class StageRunner:
         return gap.measure(self.learner, sequences, weight_version, self.config.token_budget)
 
     # ---- inside ----------------------------------------------------------------------
+
+    def _publish_once(self) -> PublishResult:
+        if self._link is None:
+            raise BadRequestError("publishing needs manager_address in the trainer's config")
+        self._begin_lineage(self._link)
+        # A version is never used twice, even when its window failed.
+        self._advance(weight_version=self._progress.weight_version + 1)
+        tensors = list(self.learner.policy.export_named_tensors())
+        result = self._link.publish(tensors, self._progress.weight_version)
+        self._published_updates = self.learner.num_updates
+        return result
+
+    def _begin_lineage(self, link: ManagerLink) -> None:
+        """Once a process, before its first publication: goes back to the loaded checkpoint.
+
+        Batches newer than it are ready again, and versions published after it was written are
+        never used twice.
+        """
+        if self._has_lineage:
+            return
+        reply = link.rewind(
+            rollout_pb2.RewindRequest(step=self._progress.rl_step, lineage_token=uuid.uuid4().hex)
+        )
+        self._advance(weight_version=max(self._progress.weight_version, reply.max_weight_version))
+        self._has_lineage = True
 
     def _run_stage(self, request: StageRequest, completed: int) -> None:
         try:

@@ -55,6 +55,7 @@ class Learner:
         self._optim = OptimConfig()
         self._num_steps = 1
         self.optimizer: Any = None
+        self.num_updates = 0  # steps taken by this process
 
     def begin_stage(self, optim: OptimConfig, num_steps: int, router_aux_loss: float) -> None:
         """Makes an optimizer with empty state for a stage of num_steps."""
@@ -130,6 +131,7 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         _, grad_norm, _ = self.optimizer.step()
+        self.num_updates += 1
         entropy = float(torch.cat(entropies).mean()) if with_entropy else math.nan
         return Update(loss, float(grad_norm), lr, logprobs, entropy)
 

@@ -63,8 +63,8 @@ def write_model(folder: Path, seed: int = 0, scale: float = 1.0, **overrides: ob
 
 
 def record(
-    ids: Sequence[int],
-    mask: Sequence[int],
+    ids: Sequence[int] | np.ndarray,
+    mask: Sequence[int] | np.ndarray,
     *,
     attempt_id: str = "a",
     group_id: str = "g",
@@ -113,16 +113,24 @@ class Published:
     engines: tuple[str, ...] = ("engine-0",)
 
 
+class LostError(Exception):
+    """No engine took the weights."""
+
+
 class FakePublisher:
     """Remembers the versions and one tensor of each publication."""
 
     def __init__(self) -> None:
         self.versions: list[int] = []
         self.norms: list[Any] = []
+        self.num_failures = 0
 
     async def publish(self, named_tensors: Iterable[tuple[str, Any]], version: int) -> Published:
         tensors = dict(named_tensors)
         self.versions.append(version)
+        if self.num_failures:
+            self.num_failures -= 1
+            raise LostError(f"weight_version {version} reached no engine")
         self.norms.append(tensors["model.layers.0.mlp.gate.weight"].clone())
         return Published(version)
 
@@ -160,7 +168,7 @@ class ScriptedManager(rollout_pb2_grpc.RolloutManagerServicer):
             self.num_refusals -= 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "restarting")
         self.asked.append(request)
-        while not self.replies:
+        while not self.replies:  # noqa: ASYNC110 - filled from another thread
             await asyncio.sleep(0.01)
         return self.replies.pop(0)
 
@@ -207,7 +215,8 @@ class ManagerThread:
             return server, address, grpc.aio.insecure_channel(address)
 
         self._server, self.address, self._channel = self.call(start())
-        self.link = ManagerLink(self.loop, RolloutClient(self._channel), self.publisher, retry_s)
+        client = RolloutClient(self._channel)
+        self.link = ManagerLink(self.loop, client, self.publisher, retry_s, (LostError,))
 
     def call(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
