@@ -94,7 +94,7 @@ def test_agents_test_names_the_bug_until_it_is_fixed(tmp_path: Path) -> None:
     _, tasks = read_tasks(index)
     for entry, task in zip(read_index(index), tasks, strict=True):
         environment = entry.path / "environment"
-        run = [sys.executable, "-S", "-B", "t.py"]
+        run = [sys.executable, "-S", "-E", "-B", "t.py"]  # as the toy image's `python`
         out = subprocess.run(run, cwd=environment, capture_output=True, text=True, check=True)
         assert out.stdout == f"FAIL {task.bug}\n" and len(out.stdout) < 60
         subprocess.run(["sh", "-c", task.fix], cwd=environment, check=True)
