@@ -1,0 +1,1 @@
+"""SandboxBroker: leases on isolated sandboxes."""
