@@ -1,7 +1,7 @@
 """Image layers: what toy and PyPI sandboxes have on top of the host's /usr.
 
 Owner: rollout/tasks.   python -m rollout.tasks.layers --out DIR [--only NAME]...
-writes DIR/toy and DIR/pypi, links to the cache.
+writes DIR/toy, and DIR/pypi as a link to the cache.
 
   toy   /usr/local/bin: `python` (no site-packages: starts in half the time) and `submit`.
   pypi  the same `submit`; pytest from hashed wheels in /usr/local/lib/swe_rl/site-packages;
@@ -9,7 +9,8 @@ writes DIR/toy and DIR/pypi, links to the cache.
 
 Only pure-Python wheels are locked, so that any python3 >= 3.11 of the base runs them. The
 base's interpreter is /usr/bin/python3.
-Invariant: a layer in the cache is named by the hash of all that went into it.
+Invariants: the pypi layer in the cache is named by the hash of all that went into it; the toy
+layer needs neither cache nor network; a file of an existing layer is touched only to change it.
 """
 
 from __future__ import annotations
@@ -45,24 +46,32 @@ _SCRIPTS: dict[str, dict[str, str]] = {
 }
 
 
-def layer(name: str) -> Path:
-    """Folder of layer `name` in the cache, made when absent. Raises DownloadError, OSError."""
-    lock = LOCK.read_bytes() if name == "pypi" else b""
-    scripts = repr(sorted(_SCRIPTS[name].items())).encode()
-    key = hashlib.sha256(lock + scripts + _COMPILED_WITH).hexdigest()[:16]
+def pypi_layer(lock: Path = LOCK) -> Path:
+    """Folder of the pypi layer in the cache, made of the wheels of `lock` when absent.
+
+    Raises DownloadError, OSError, subprocess.SubprocessError.
+    """
+    scripts = repr(sorted(_SCRIPTS["pypi"].items())).encode()
+    key = hashlib.sha256(lock.read_bytes() + scripts + _COMPILED_WITH).hexdigest()[:16]
 
     def make(folder: Path) -> None:
-        binaries = folder / "usr/local/bin"
-        binaries.mkdir(parents=True)
-        for script, text in _SCRIPTS[name].items():
-            (binaries / script).write_text(text)
-            (binaries / script).chmod(0o755)
-        if name == "pypi":
-            packages = folder / SITE_PACKAGES.lstrip("/")
-            install_wheels(LOCK, packages)
-            _compile(packages)
+        _write_scripts("pypi", folder)
+        packages = folder / SITE_PACKAGES.lstrip("/")
+        install_wheels(lock, packages)
+        _compile(packages)
 
-    return cached_folder(cache_root() / "layers" / f"{name}-{key}", make)
+    return cached_folder(cache_root() / "layers" / f"pypi-{key}", make)
+
+
+def _write_scripts(name: str, folder: Path) -> None:
+    binaries = folder / "usr/local/bin"
+    binaries.mkdir(parents=True, exist_ok=True)
+    for script, text in _SCRIPTS[name].items():
+        path = binaries / script
+        # A sandbox may have the layer mounted.
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            path.chmod(0o755)
 
 
 def _compile(packages: Path) -> None:
@@ -73,17 +82,20 @@ def _compile(packages: Path) -> None:
     subprocess.run(command, check=True, timeout=_COMPILE_TIMEOUT_S, stdout=subprocess.DEVNULL)
 
 
-def link_layers(out: Path, names: Sequence[str] = LAYERS) -> dict[str, Path]:
-    """Makes `out`/NAME a link to the cached layer for each of `names`; returns the links."""
+def put_layers(out: Path, names: Sequence[str] = LAYERS) -> dict[str, Path]:
+    """Puts each layer of `names` at `out`/NAME; returns the paths by name.
+
+    Raises DownloadError, OSError, subprocess.SubprocessError.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    links = {}
-    for name in names:
-        staging = out / f".new-{name}-{os.getpid()}"
+    if "toy" in names:
+        _write_scripts("toy", out / "toy")
+    if "pypi" in names:
+        staging = out / f".new-pypi-{os.getpid()}"
         staging.unlink(missing_ok=True)
-        staging.symlink_to(layer(name))
-        os.replace(staging, out / name)
-        links[name] = out / name
-    return links
+        staging.symlink_to(pypi_layer())
+        os.replace(staging, out / "pypi")
+    return {name: out / name for name in names}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -96,11 +108,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     try:
-        links = link_layers(args.out, args.only or LAYERS)
+        paths = put_layers(args.out, args.only or LAYERS)
     except (DownloadError, OSError, subprocess.SubprocessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for name, path in links.items():
+    for name, path in paths.items():
         print(name, path)
     return 0
 

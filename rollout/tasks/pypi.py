@@ -30,7 +30,7 @@ from rollout.tasks.harbor_task import (
     write_folder,
     write_index,
 )
-from rollout.tasks.layers import layer
+from rollout.tasks.layers import pypi_layer
 from rollout.tasks.pypi_data import DATA, Bug, Package, Suite, TaskData, read_data
 from rollout.tasks.quarantine import read_quarantine
 from rollout.tasks.unified_diff import DiffError, apply_diff, diff_path
@@ -175,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.fetch_only:
             for package in data.packages.values():
                 print(fetch_sdist(package.name, package.version, package.sdist, package.sha256))
-            print(layer("pypi"))
+            print(pypi_layer())
             return 0
         print(write_tasks(args.out, data, skip))
     except (TaskError, DownloadError, OSError, subprocess.SubprocessError) as error:

@@ -26,7 +26,7 @@ from pathlib import Path
 from rollout.tasks import bug_injection
 from rollout.tasks.downloads import DownloadError
 from rollout.tasks.grading import outcomes
-from rollout.tasks.layers import INTERPRETER, SITE_PACKAGES, layer
+from rollout.tasks.layers import INTERPRETER, SITE_PACKAGES, pypi_layer
 from rollout.tasks.pypi import PYTEST_FLAGS, sdist_files, test_environment
 from rollout.tasks.pypi_data import DATA, Bug, Package, Suite, TaskData, write_data
 from rollout.tasks.unified_diff import make_diff
@@ -119,7 +119,7 @@ class _Workplace:
             target = folder / path
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)
-        packages = str(layer("pypi") / SITE_PACKAGES.lstrip("/"))
+        packages = str(pypi_layer() / SITE_PACKAGES.lstrip("/"))
         variables = test_environment(package)
         paths = [packages, *filter(None, [variables.get("PYTHONPATH")])]
         home = {"PATH": os.defpath, "HOME": str(folder)}
