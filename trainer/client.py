@@ -48,9 +48,9 @@ class TrainerClient:
     async def stream_metrics(
         self, stage_name: str, from_step: int = 1, timeout_s: float | None = None
     ) -> AsyncIterator[pb.StepMetrics]:
-        """Every step's metrics from from_step on, then live ones; ends with the stage.
+        """Every step's metrics from from_step on, then live ones until the trainer stops.
 
-        Args: timeout_s bounds the whole stream; None leaves it open as long as the stage runs.
+        Args: timeout_s bounds the whole stream; with None, break out when you have enough.
         """
         request = pb.StreamMetricsRequest(stage_name=stage_name, from_step=from_step)
         async for metrics in self._stub.StreamMetrics(request, timeout=timeout_s):

@@ -36,6 +36,7 @@ def write(
                 shutil.copyfile(file, partial / file.name)
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in named_tensors}
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    (partial / "model.safetensors").chmod(0o644)  # safetensors makes it private
     replaced = path.with_name(f".{path.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if path.exists():

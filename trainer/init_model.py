@@ -89,6 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     weights = random_weights(config, args.seed)
     partial = args.model_dir / ".model.safetensors.partial"
     save_file(weights, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)  # safetensors writes files that only their owner may read
     partial.replace(args.model_dir / "model.safetensors")
     count = sum(t.numel() for t in weights.values())
     print(f"{args.model_dir}/model.safetensors: {len(weights)} tensors, {count} parameters")

@@ -129,6 +129,8 @@ def main(argv: list[str] | None = None) -> int:
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
+    # It reports every parameter and setting at INFO.
+    logging.getLogger("megatron").setLevel(logging.WARNING)
     from trainer.config import TrainerConfig
     from trainer.errors import BadRequestError
 
