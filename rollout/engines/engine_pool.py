@@ -152,6 +152,8 @@ class EnginePool:
         if runner.engine.state in ("starting", "failed"):
             return
         runner.restart_reason = reason
+        runner.engine.detail = reason
+        runner.engine.weight_version = 0
         self._enter(runner, "starting")
         runner.restart_asked.set()
 

@@ -1,0 +1,329 @@
+"""Weight updates on a real SGLang server, through the real pool, windows, publisher and loader."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from bazel.environments import PYTHON
+from proto import rollout_pb2 as pb
+from rollout.engines.config import EngineConfig
+from rollout.engines.engine_pool import EnginePool
+from rollout.engines.update_window import TransferResult, UpdateWindows
+from weightsync.config import WeightSyncConfig
+from weightsync.errors import PublishError
+from weightsync.publisher import PublishResult, WeightPublisher
+
+VOCAB = 300  # SGLang pads it to 320: the loader must not count those rows
+BANNED = [0, 1, 3, 4, 5, *range(100, 200)]
+PROMPT = [1, 3, 10, 11, 2, 1, 4]
+TOLERANCE_NATS = 1e-5
+
+MODEL_CONFIG = Qwen3MoeConfig(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=128,
+    moe_intermediate_size=32,
+    num_experts=8,
+    num_experts_per_tok=2,
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+    max_position_embeddings=1024,
+    tie_word_embeddings=True,
+    eos_token_id=2,
+    pad_token_id=0,
+    bos_token_id=None,
+    initializer_range=0.08,
+    architectures=["Qwen3MoeForCausalLM"],
+)
+
+
+class MemoryStore:
+    def __init__(self) -> None:
+        self.saved: list[tuple[int, int, str, dict[str, str]]] = []
+
+    def save_window(self, epoch: int, weight_version: int, phase: str, engines: Any) -> None:
+        self.saved.append((epoch, weight_version, phase, engines))
+
+    def load_open_window(self) -> None:
+        return None
+
+    def next_window_epoch(self) -> int:
+        return max((row[0] for row in self.saved), default=0) + 1
+
+
+class WindowAdapter:
+    """The manager's two window calls, without its gRPC server."""
+
+    def __init__(self, windows: UpdateWindows) -> None:
+        self._windows = windows
+        self.on_open: Any = None
+        self.paused_s = 0.0
+
+    async def open_update_window(
+        self, request: pb.OpenUpdateWindowRequest
+    ) -> pb.OpenUpdateWindowReply:
+        opened = await self._windows.open(
+            request.weight_version, request.plan_digest, request.num_tensors, request.total_bytes
+        )
+        reply = pb.OpenUpdateWindowReply(epoch=opened.epoch)
+        for target in opened.targets:
+            reply.targets.add(
+                engine=target.engine, url=target.url, weight_version=target.weight_version
+            )
+        return reply
+
+    async def close_update_window(
+        self, request: pb.CloseUpdateWindowRequest
+    ) -> pb.CloseUpdateWindowReply:
+        closed = await self._windows.close(
+            request.epoch,
+            request.weight_version,
+            [TransferResult(r.engine, r.complete, r.touched, r.error) for r in request.results],
+        )
+        reply = pb.CloseUpdateWindowReply(
+            engines_serving=closed.engines_serving, engines_restarting=closed.engines_restarting
+        )
+        reply.paused.FromNanoseconds(int(closed.paused_s * 1e9))
+        return reply
+
+
+@dataclass
+class Rig:
+    pool: EnginePool
+    windows: UpdateWindows
+    store: MemoryStore
+    publisher: WeightPublisher
+    session: aiohttp.ClientSession
+
+    async def publish(self, weights: dict[str, torch.Tensor], version: int) -> PublishResult:
+        return await self.publisher.publish(list(weights.items()), version)
+
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        url = self.pool.engines["engine0"].url + path
+        async with self.session.post(url, json=body) as response:
+            assert response.status == 200, await response.text()
+            return dict(await response.json())
+
+    async def generate(
+        self, num_tokens: int, temperature: float = 1.0, banned: list[int] = BANNED
+    ) -> dict[str, Any]:
+        sampling = {
+            "max_new_tokens": num_tokens,
+            "temperature": temperature,
+            "ignore_eos": True,
+            "logit_bias": {str(token): -1e9 for token in banned},
+        }
+        body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+        return await self.post("/generate", body)
+
+    async def checksums(self) -> dict[str, str]:
+        answer = await self.post("/weights_checker", {"action": "checksum"})
+        return dict(answer["ranks"][0]["checksums"])
+
+
+def make_weights(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    model = Qwen3MoeForCausalLM(MODEL_CONFIG).float()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.7, 1.3)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights.pop("lm_head.weight", None)
+    return weights
+
+
+def reference_logprobs(
+    weights: dict[str, torch.Tensor], token_ids: list[int], temperature: float, banned: list[int]
+) -> torch.Tensor:
+    """float32[T, V] log-probs of Transformers' model: row t predicts token t + 1."""
+    model = Qwen3MoeForCausalLM(MODEL_CONFIG).float().eval()
+    model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    with torch.no_grad():
+        logits = model(torch.tensor([token_ids])).logits[0].float()
+    logits[:, banned] = float("-inf")
+    return torch.log_softmax(logits / temperature, dim=-1)
+
+
+def differences(
+    weights: dict[str, torch.Tensor], answer: dict[str, Any], temperature: float = 1.0
+) -> list[float]:
+    """|engine - reference| of each sampled token, in nats."""
+    sampled = answer["output_ids"]
+    rows = reference_logprobs(weights, PROMPT + sampled, temperature, BANNED)[len(PROMPT) - 1 :]
+    engine = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+    return [abs(rows[i, t].item() - engine[i]) for i, t in enumerate(sampled)]
+
+
+def expected_checksums(weights: dict[str, torch.Tensor]) -> dict[str, str]:
+    """SHA-256 prefixes of SGLang's fused layout, from unfused weights."""
+
+    def digest(tensor: torch.Tensor) -> str:
+        return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
+
+    def expert(layer: str, index: int, part: str) -> torch.Tensor:
+        return weights[f"{layer}.mlp.experts.{index}.{part}_proj.weight"]
+
+    result = {}
+    for name, tensor in weights.items():
+        if "q_proj" in name:
+            parts = [weights[name.replace("q_proj", f"{c}_proj")] for c in "qkv"]
+            result[name.replace("q_proj", "qkv_proj")] = digest(torch.cat(parts))
+        elif not any(part in name for part in ("k_proj", "v_proj", ".experts.", "embed_tokens")):
+            result[name] = digest(tensor)
+    for index in range(MODEL_CONFIG.num_hidden_layers):
+        layer = f"model.layers.{index}"
+        experts = range(MODEL_CONFIG.num_experts)
+        w13 = [torch.cat([expert(layer, i, "gate"), expert(layer, i, "up")]) for i in experts]
+        result[f"{layer}.mlp.experts.w13_weight"] = digest(torch.stack(w13))
+        down = [expert(layer, i, "down") for i in experts]
+        result[f"{layer}.mlp.experts.w2_weight"] = digest(torch.stack(down))
+    return result
+
+
+def write_model_folder(folder: Path) -> None:
+    """config.json and a word tokenizer; no weights."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    MODEL_CONFIG.save_pretrained(folder)
+
+
+async def wait_for_state(rig: Rig, state: str, timeout_s: float = 240.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while rig.pool.engines["engine0"].state != state:
+            assert rig.pool.engines["engine0"].state != "failed", rig.pool.engines["engine0"]
+            await asyncio.sleep(0.1)
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    model = tmp_path / "model"
+    model.mkdir()
+    write_model_folder(model)
+    config = EngineConfig(
+        python=Path(PYTHON["engine"]),
+        model_path=model,
+        context_length=1024,
+        max_total_tokens=4096,
+        max_running_requests=8,
+        poll_interval_s=0.2,
+    )
+    pool = EnginePool(config, tmp_path, tmp_path / "logs", time.monotonic)
+    store = MemoryStore()
+    windows = UpdateWindows(pool, store, config, time.monotonic)
+    # Small buckets, so that an update takes many and wraps round the ring.
+    sync = WeightSyncConfig(bucket_bytes=128 * 1024)
+    await pool.start()
+    try:
+        async with aiohttp.ClientSession() as session:
+            publisher = WeightPublisher(sync, WindowAdapter(windows))
+            yield Rig(pool, windows, store, publisher, session)
+    finally:
+        await pool.close()
+
+
+async def test_updates_of_a_live_engine(rig: Rig) -> None:
+    engine = rig.pool.engines["engine0"]
+    first, second = make_weights(1), make_weights(2)
+
+    # The first publication waits for the engine to start, and makes it serve.
+    published = await rig.publish(first, 1)
+    assert published.engines == ("engine0",)
+    assert (engine.state, engine.weight_version) == ("serving", 1)
+    # The pad rows of the embedding are SGLang's own, so its digest is not compared.
+    expected = expected_checksums(first)
+    found = await rig.checksums()
+    assert {name: found[name] for name in expected} == expected
+
+    # Log-probs are those of the masked, tempered softmax.
+    num_requests = 0
+    for temperature in (1.0, 0.7):
+        answer = await rig.generate(60, temperature)
+        num_requests += 1
+        assert not set(answer["output_ids"]) & set(BANNED)
+        assert max(differences(first, answer, temperature)) <= TOLERANCE_NATS
+        assert answer["meta_info"]["weight_versions"] == [{"version": "1", "start": 0, "end": 60}]
+
+    # An update while a request runs: every token matches the version that its span names.
+    running = asyncio.create_task(rig.generate(500))
+    num_requests += 1
+    await asyncio.sleep(0.5)
+    await rig.publish(second, 2)
+    answer = await running
+    spans = answer["meta_info"]["weight_versions"]
+    assert [span["version"] for span in spans] == ["1", "2"]
+    assert (spans[0]["start"], spans[0]["end"]) == (0, spans[1]["start"])
+    assert spans[1]["end"] == 500
+    assert 0 < spans[1]["start"] < 500
+    under_first, under_second = differences(first, answer), differences(second, answer)
+    assert max(under_first[: spans[0]["end"]]) <= TOLERANCE_NATS
+    assert max(under_second[spans[1]["start"] :]) <= TOLERANCE_NATS
+    assert max(under_first[spans[1]["start"] :]) > 0.1  # the comparison can tell them apart
+    expected = expected_checksums(second)
+    found = await rig.checksums()
+    assert {name: found[name] for name in expected} == expected
+
+    # The engine's own counters are exact: health checks and updates add nothing.
+    async with asyncio.timeout(10):
+        while engine.num_requests < num_requests:
+            await asyncio.sleep(0.1)
+    assert (engine.num_requests, engine.num_generated_tokens) == (num_requests, 620)
+
+    # An update that lacks a tensor is refused before it touches anything.
+    lacking = dict(itertools.islice(make_weights(3).items(), 1, None))
+    with pytest.raises(PublishError, match="names are missing or unknown"):
+        await rig.publish(lacking, 3)
+    assert (engine.state, engine.weight_version, engine.num_restarts) == ("serving", 2, 0)
+    answer = await rig.generate(20)
+    assert max(differences(second, answer)) <= TOLERANCE_NATS
+    assert answer["meta_info"]["weight_version"] == "2"
+
+    # One that breaks half-way costs the engine its process; a full update restores it.
+    broken = make_weights(4)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    broken[name] = broken[name].reshape(-1, 2)
+    with pytest.raises(PublishError, match=name.replace(".", r"\.")):
+        await rig.publish(broken, 4)
+    assert (engine.state, engine.weight_version) == ("starting", 0)
+    assert name in engine.detail
+    await rig.publish(make_weights(5), 5)
+    assert (engine.state, engine.weight_version, engine.num_restarts) == ("serving", 5, 1)
+    answer = await rig.generate(20)
+    assert max(differences(make_weights(5), answer)) <= TOLERANCE_NATS
+    assert answer["meta_info"]["weight_version"] == "5"
+    assert [row[2] for row in rig.store.saved if row[0] == 1] == [
+        "pause",
+        "begin",
+        "buckets",
+        "commit",
+        "closed",
+    ]
+
+    # Nothing is left behind.
+    folder = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    assert folder.read_text().split()
+    await rig.pool.close()
+    assert not folder.read_text().split()
+    assert not list(Path("/dev/shm").glob("swe_rl_ws_*"))
+    assert not list(Path("/dev/shm").glob("sglang_loads_*"))

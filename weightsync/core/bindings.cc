@@ -1,0 +1,174 @@
+// Python face of the core: converts arguments and turns a bad status into WeightSyncError.
+// Whatever may block or copies much runs without the GIL.
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "weightsync/core/checksum.h"
+#include "weightsync/core/packer.h"
+#include "weightsync/core/shm_ring.h"
+
+namespace py = pybind11;
+
+namespace swe_rl::weightsync {
+namespace {
+
+const char* CodeName(StatusCode code) {
+  switch (code) {
+    case StatusCode::kOk:
+      return "ok";
+    case StatusCode::kInvalidArgument:
+      return "invalid_argument";
+    case StatusCode::kDeadlineExceeded:
+      return "deadline_exceeded";
+    case StatusCode::kUnavailable:
+      return "unavailable";
+    case StatusCode::kFenced:
+      return "fenced";
+    case StatusCode::kDataLoss:
+      return "data_loss";
+  }
+  return "unknown";
+}
+
+void ThrowUnlessOk(const Status& status) {
+  if (status.ok()) return;
+  // errors.py holds the table from code to class.
+  py::object error =
+      py::module_::import("weightsync.errors").attr("from_code")(CodeName(status.code),
+                                                                  status.message);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  throw py::error_already_set();
+}
+
+// Reads (address, size, offset) triples from a buffer of uint64: one object for a bucket, since
+// a Python object for each tensor would cost more than the copy of a small one.
+std::vector<Piece> ReadPieces(const py::buffer& triples) {
+  const py::buffer_info info = triples.request();
+  if (info.itemsize != 8 || info.ndim != 1 || info.strides[0] != 8 || info.size % 3 != 0) {
+    throw py::value_error("pieces must be a flat array of 8-byte (address, size, offset) triples");
+  }
+  const auto* words = static_cast<const uint64_t*>(info.ptr);
+  std::vector<Piece> pieces(info.size / 3);
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    pieces[i] = {reinterpret_cast<const void*>(words[3 * i]), words[3 * i + 1], words[3 * i + 2]};
+  }
+  return pieces;
+}
+
+std::unique_ptr<RingSender> MakeSender(const std::string& name, uint64_t epoch,
+                                       uint32_t num_receivers, uint32_t num_buffers,
+                                       uint64_t buffer_bytes, bool with_checksums) {
+  std::unique_ptr<RingSender> sender;
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = RingSender::Create(
+        name, {epoch, num_receivers, num_buffers, buffer_bytes, with_checksums}, &sender);
+  }
+  ThrowUnlessOk(status);
+  return sender;
+}
+
+std::unique_ptr<RingReceiver> MakeReceiver(const std::string& name, uint64_t epoch,
+                                           uint32_t index) {
+  std::unique_ptr<RingReceiver> receiver;
+  ThrowUnlessOk(RingReceiver::Attach(name, epoch, index, &receiver));
+  return receiver;
+}
+
+void Send(RingSender& sender, const py::buffer& triples, const std::string& label,
+          double timeout_s) {
+  const std::vector<Piece> pieces = ReadPieces(triples);
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = sender.Send(pieces, label, timeout_s);
+  }
+  ThrowUnlessOk(status);
+}
+
+void Finish(RingSender& sender, double timeout_s) {
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = sender.Finish(timeout_s);
+  }
+  ThrowUnlessOk(status);
+}
+
+py::memoryview Next(RingReceiver& receiver, const std::string& label, double timeout_s) {
+  Bucket bucket;
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = receiver.Next(label, timeout_s, &bucket);
+  }
+  ThrowUnlessOk(status);
+  // Writable, for torch.frombuffer warns of memory that is not; receivers only read.
+  return py::memoryview::from_memory(const_cast<char*>(bucket.data),
+                                     static_cast<py::ssize_t>(bucket.size));
+}
+
+py::tuple PackInto(const py::buffer& triples, const py::buffer& bucket, bool with_checksum) {
+  const std::vector<Piece> pieces = ReadPieces(triples);
+  const py::buffer_info info = bucket.request(/*writable=*/true);
+  Packed packed;
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = Pack(pieces, info.ptr, info.size * info.itemsize, with_checksum, &packed);
+  }
+  ThrowUnlessOk(status);
+  return py::make_tuple(packed.size, packed.checksum);
+}
+
+uint64_t ChecksumOf(const py::buffer& data) {
+  const py::buffer_info info = data.request();
+  py::gil_scoped_release release;
+  Checksum checksum;
+  checksum.Update(info.ptr, info.size * info.itemsize);
+  return checksum.Digest();
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() = "Bucket packing and the shared-memory ring; shm_ring.h states the behaviour.";
+  m.attr("MAX_RECEIVERS") = kMaxReceivers;
+  m.attr("MAX_BUFFERS") = kMaxBuffers;
+  py::enum_<ReceiverState>(m, "ReceiverState")
+      .value("ABSENT", ReceiverState::kAbsent)
+      .value("ATTACHED", ReceiverState::kAttached)
+      .value("FAILED", ReceiverState::kFailed)
+      .value("VERIFIED", ReceiverState::kVerified);
+  py::class_<RingSender>(m, "RingSender")
+      .def(py::init(&MakeSender), py::kw_only(), py::arg("name"), py::arg("epoch"),
+           py::arg("num_receivers"), py::arg("num_buffers"), py::arg("buffer_bytes"),
+           py::arg("with_checksums"))
+      .def("send", &Send, py::arg("pieces"), py::arg("label"), py::arg("timeout_s"))
+      .def("finish", &Finish, py::arg("timeout_s"))
+      .def("drop", &RingSender::Drop, py::arg("receiver"), py::arg("reason"))
+      .def("abort", &RingSender::Abort)
+      .def("close", &RingSender::Close, py::call_guard<py::gil_scoped_release>())
+      .def("state", &RingSender::receiver_state, py::arg("receiver"))
+      .def("error", &RingSender::receiver_error, py::arg("receiver"))
+      .def("num_consumed", &RingSender::num_consumed, py::arg("receiver"))
+      .def("was_touched", &RingSender::was_touched, py::arg("receiver"))
+      .def_property_readonly("name", &RingSender::name);
+  py::class_<RingReceiver>(m, "RingReceiver")
+      .def(py::init(&MakeReceiver), py::kw_only(), py::arg("name"), py::arg("epoch"),
+           py::arg("index"))
+      // The view reads the mapping, which ends with the receiver.
+      .def("next", &Next, py::arg("label"), py::arg("timeout_s"), py::keep_alive<0, 1>())
+      .def("release", &RingReceiver::Release)
+      .def("verified", &RingReceiver::Verified)
+      .def("fail", &RingReceiver::Fail, py::arg("reason"));
+  m.def("pack", &PackInto, py::arg("pieces"), py::arg("bucket"), py::arg("with_checksum"));
+  m.def("checksum", &ChecksumOf, py::arg("data"));
+  m.def("sweep", &Sweep, py::arg("prefix"));
+}
+
+}  // namespace swe_rl::weightsync

@@ -1,0 +1,55 @@
+"""What the sender tells a loader about an update, beside the bytes themselves.
+
+Owner: WeightPublisher writes it, sglang_loader reads it. It travels as the one uint8 tensor of
+an SGLang `update_weights_from_tensor` call, which carries only named tensors. Invariant: the
+format is versioned, because sender and engine may run different checkouts.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from weightsync.errors import PlanMismatchError
+
+TENSOR_NAME = "__swe_rl_weightsync__"
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """One update as one engine sees it."""
+
+    epoch: int
+    """The window's; a loader refuses one below the last that it saw."""
+    weight_version: int
+    """For messages only: the manager sets the version when the window closes."""
+    segment: str
+    """Name of the shared-memory ring."""
+    receiver: int
+    """This engine's place in the ring."""
+    plan: dict[str, Any]
+    """Plan.to_json()."""
+    plan_digest: str
+    bucket_timeout_s: float
+    """Longest wait for one bucket."""
+
+    def encode(self) -> bytes:
+        """UTF-8 JSON."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Descriptor:
+        """Reads what `encode` wrote; PlanMismatchError if it is something else."""
+        try:
+            values = json.loads(data)
+            found = values.pop("format", None)
+            if found != FORMAT:
+                raise PlanMismatchError(
+                    f"update descriptor has format {found}, wanted {FORMAT}: "
+                    "trainer and engine run different versions of weightsync"
+                )
+            return cls(**{field.name: values[field.name] for field in fields(cls)})
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise PlanMismatchError(f"update descriptor cannot be read: {error!r}") from error
