@@ -13,7 +13,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import PurePosixPath
 
 from sandbox.errors import InvalidRequestError
@@ -142,10 +142,8 @@ def real_path(root_fd: int, path: str) -> str:
 
 def remove_entry(parent_fd: int, name: str) -> None:
     """Removes a file or link so that another can take its place; a directory raises."""
-    try:
+    with suppress(FileNotFoundError):
         os.unlink(name, dir_fd=parent_fd)
-    except FileNotFoundError:
-        pass
 
 
 def open_regular(parent_fd: int, name: str) -> tuple[int, os.stat_result] | None:
