@@ -12,6 +12,7 @@ class Reason(StrEnum):
     FENCED = "fenced"
     BAD_REQUEST = "bad_request"
     UNSUPPORTED = "unsupported"
+    TOO_LARGE = "too_large"
     TURN_CAP = "turn_cap"
     TOKEN_CAP = "token_cap"
     ENGINE_FAILED = "engine_failed"
