@@ -145,6 +145,7 @@ class FakeManager(pb_grpc.RolloutManagerServicer):
         self.failed_tickets: list[str] = []
         self.extra_key = ""
         self.admit_codes: list[grpc.StatusCode] = []  # failures to answer with first
+        self.admit_cap = ""  # refuses admission with this cap
         self.append_codes: list[grpc.StatusCode] = []  # likewise, after storing the turn
         self.append_gate: asyncio.Event | None = None  # AppendTurn waits for it
         self.append_reached = asyncio.Event()
@@ -192,11 +193,14 @@ class FakeManager(pb_grpc.RolloutManagerServicer):
         if self.admit_codes:
             await context.abort(self.admit_codes.pop(0), "planned")
         attempt = await self._held(request.attempt_id, request.epoch, context)
+        cap = self.admit_cap
         if request.prompt_tokens + request.max_new_tokens > attempt.caps.max_total_tokens:
+            cap = "max_total_tokens"
+        if cap:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                "too long",
-                trailing_metadata=((CAP_METADATA_KEY, "max_total_tokens"),),
+                "planned",
+                trailing_metadata=((CAP_METADATA_KEY, cap),),
             )
         self.open_tickets.add(request.ticket_id)
         index = len(self.failed_tickets) % len(self.engines)

@@ -309,6 +309,20 @@ async def test_token_caps_bound_the_engine_and_then_refuse(world: World) -> None
     assert len(world.engines[0].requests) == 1
 
 
+@pytest.mark.parametrize(
+    ("cap", "wanted"),
+    [
+        ("max_turns", "turn_limit_exceeded"),
+        ("max_total_tokens", "context_length_exceeded"),
+        ("hard_context_cap", "context_length_exceeded"),
+    ],
+)
+async def test_caps_that_the_manager_finds_first(world: World, cap: str, wanted: str) -> None:
+    world.manager.admit_cap = cap
+    status, body = await world.ask(world.manager.add_attempt(), [user("a")])
+    assert (status, code(body)) == (400, wanted)
+
+
 async def test_a_fenced_session_is_told_so(world: World) -> None:
     key = world.manager.add_attempt()
     messages: list[dict[str, Any]] = [user("a")]

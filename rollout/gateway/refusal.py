@@ -30,3 +30,20 @@ class Refusal(Exception):
         super().__init__(message)
         self.reason = reason
         self.param = param
+
+
+def turn_cap(max_turns: int) -> Refusal:
+    """The attempt used its model calls."""
+    return Refusal(
+        Reason.TURN_CAP, f"This session's limit of {max_turns} model calls is reached.", "messages"
+    )
+
+
+def token_cap(max_total_tokens: int, num_prompt: int) -> Refusal:
+    """The trajectory has no room for one more id; OpenAI's own words."""
+    return Refusal(
+        Reason.TOKEN_CAP,
+        f"This model's maximum context length is {max_total_tokens} tokens. However, your "
+        f"messages resulted in {num_prompt} tokens. Please reduce the length of the messages.",
+        "messages",
+    )

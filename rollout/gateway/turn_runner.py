@@ -17,19 +17,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from proto import rollout_pb2 as pb
 from proto import trajectory_pb2 as tpb
 from rollout.client import (
     BadRequestError,
-    CapExceededError,
     ConflictError,
     DeadlineError,
     FencedError,
-    NotFoundError,
     RolloutClient,
     RolloutError,
     UnavailableError,
@@ -45,8 +42,9 @@ from rollout.gateway.engine_client import (
     Generation,
 )
 from rollout.gateway.history import ROOT, Message, Plan, PlanKind
-from rollout.gateway.refusal import Reason, Refusal
+from rollout.gateway.refusal import Reason, Refusal, token_cap, turn_cap
 from rollout.gateway.session import Session, SessionCache
+from rollout.gateway.tickets import Tickets
 from rollout.gateway.turn_record import Timing, to_record, unpack_ids
 
 _LOG = logging.getLogger(__name__)
@@ -76,9 +74,17 @@ class _Sampled:
     queued_s: float = 0.0
     generating_s: float = 0.0
 
+    def bound_kv(self, grant: pb.AdmitTurnReply, part: Generation) -> None:
+        """Lowers the bound to what this call may have read."""
+        # Without a key of its own a call reads no entry older than the version serving it.
+        oldest = min(span.weight_version for span in part.spans)
+        bound = grant.kv_version_lower_bound if grant.extra_key else oldest
+        known = self.kv_version_lower_bound
+        self.kv_version_lower_bound = min(known, bound) if known else bound
+
 
 class TurnRunner:
-    """Stateless between turns, but for the releases that it still has under way."""
+    """Stateless between turns, but for tickets that are being given back."""
 
     def __init__(
         self,
@@ -105,11 +111,11 @@ class TurnRunner:
         self._wall_clock = wall_clock
         self._new_id = new_id
         self._sleep = sleep
-        self._background: set[asyncio.Task[None]] = set()
+        self._tickets = Tickets(config, rollout, engines, sessions, clock, sleep)
 
     async def close(self) -> None:
         """Waits until every ticket under way is given back."""
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._tickets.close()
 
     async def run(
         self, session: Session, messages: list[Message], max_tokens: int | None
@@ -189,10 +195,10 @@ class TurnRunner:
         """Most ids that the turn may sample. Raises Refusal at a cap."""
         caps = session.caps
         if len(session.history.turns) >= caps.max_turns:
-            raise _turn_cap(caps.max_turns)
+            raise turn_cap(caps.max_turns)
         room = caps.max_total_tokens - num_prompt
         if room <= 0:
-            raise _token_cap(caps.max_total_tokens, num_prompt)
+            raise token_cap(caps.max_total_tokens, num_prompt)
         room = min(room, caps.max_new_tokens_per_turn)
         return room if max_tokens is None else min(room, max_tokens)
 
@@ -214,7 +220,7 @@ class TurnRunner:
                 return sampled
             ticket_id = sampled.ticket_id = self._new_id()
             whole = prompt + so_far
-            grant = await self._admit(
+            grant = await self._tickets.admit(
                 session, ticket_id, len(whole), room - len(so_far), deadline_s
             )
             sampled.queued_s += grant.queued.ToTimedelta().total_seconds()
@@ -228,22 +234,19 @@ class TurnRunner:
                 failure = f"engine {grant.engine}: {error}"
                 _LOG.warning("attempt %s: %s", session.attempt_id, failure)
                 self._counters.lose_engine(grant.engine)
-                await self._release(ticket_id, engine_failed=True, detail=failure)
+                await self._tickets.release(ticket_id, engine_failed=True, detail=failure)
                 continue
             finally:
                 sampled.generating_s += self._clock() - began_s
             self._counters.num_generate_calls += 1
             self._counters.num_sampled_tokens += len(part.ids)
             sampled.generation = whole_of(sampled.generation, part)
-            oldest = min((s.weight_version for s in part.spans), default=0)
-            # Without a key of its own a call reads no entry older than the version serving it.
-            bound = grant.kv_version_lower_bound if grant.extra_key else oldest
-            known = sampled.kv_version_lower_bound
-            sampled.kv_version_lower_bound = min(known, bound) if known else bound
+            if part.ids:
+                sampled.bound_kv(grant, part)
             if part.finish != "abort":
                 return sampled
             failure = f"engine {grant.engine} aborted the call"
-            await self._release(ticket_id, engine_failed=False, detail=failure)
+            await self._tickets.release(ticket_id, engine_failed=False, detail=failure)
         raise Refusal(
             Reason.ENGINE_FAILED,
             f"attempt {session.attempt_id}: no turn after "
@@ -273,68 +276,20 @@ class TurnRunner:
                 timeout_s=max(0.001, deadline_s - self._clock()),
             )
         except EngineRefusedError as error:
-            await self._release(ticket_id, engine_failed=False, detail=str(error))
+            await self._tickets.release(ticket_id, engine_failed=False, detail=str(error))
             raise Refusal(
                 Reason.ENGINE_REFUSED, f"attempt {session.attempt_id}: {error}"
             ) from error
         except TimeoutError as error:
             detail = f"engine {grant.engine} gave no answer before the turn's deadline"
             await self._engines.abort(grant.engine_url, ticket_id)
-            await self._release(ticket_id, engine_failed=True, detail=detail)
+            await self._tickets.release(ticket_id, engine_failed=True, detail=detail)
             raise Refusal(
                 Reason.ENGINE_FAILED, f"attempt {session.attempt_id}: {detail}"
             ) from error
         except asyncio.CancelledError:
-            self._later(self._give_up(grant.engine_url, ticket_id))
+            self._tickets.give_up_later(grant.engine_url, ticket_id)
             raise
-
-    async def _admit(
-        self,
-        session: Session,
-        ticket_id: str,
-        prompt_tokens: int,
-        max_new_tokens: int,
-        deadline_s: float,
-    ) -> pb.AdmitTurnReply:
-        request = pb.AdmitTurnRequest(
-            ticket_id=ticket_id,
-            attempt_id=session.attempt_id,
-            epoch=session.epoch,
-            prompt_tokens=prompt_tokens,
-            max_new_tokens=max_new_tokens,
-        )
-        while True:
-            left_s = deadline_s - self._clock()
-            try:
-                return await self._rollout.admit_turn(
-                    request, timeout_s=max(0.001, min(self._config.admission_wait_s, left_s))
-                )
-            except (UnavailableError, DeadlineError) as error:
-                if deadline_s - self._clock() <= self._config.manager_retry_pause_s:
-                    self._later(
-                        self._send_release(ticket_id, engine_failed=False, detail="deadline")
-                    )
-                    raise Refusal(
-                        Reason.NO_ENGINE,
-                        f"attempt {session.attempt_id}: not admitted within "
-                        f"{self._config.turn_deadline_s:g} s: {error}",
-                    ) from error
-                await self._sleep(self._config.manager_retry_pause_s)
-            except CapExceededError as error:
-                if error.cap == "max_turns":
-                    raise _turn_cap(session.caps.max_turns) from error
-                raise _token_cap(session.caps.max_total_tokens, prompt_tokens) from error
-            except (FencedError, NotFoundError) as error:
-                self._sessions.drop(session)
-                raise Refusal(Reason.FENCED, str(error)) from error
-            except RolloutError as error:
-                raise Refusal(Reason.MANAGER_UNAVAILABLE, str(error)) from error
-            except asyncio.CancelledError:
-                # The grant may be on its way.
-                self._later(
-                    self._send_release(ticket_id, engine_failed=False, detail="client left")
-                )
-                raise
 
     async def _commit(
         self,
@@ -408,51 +363,10 @@ class TurnRunner:
         self, session: Session, ticket_id: str, reason: Reason, error: RolloutError
     ) -> Refusal:
         self._sessions.drop(session)
-        self._later(self._send_release(ticket_id, engine_failed=False, detail=str(error)))
+        self._tickets.release_later(ticket_id, str(error))
         return Refusal(reason, f"attempt {session.attempt_id}: the turn is not durable: {error}")
-
-    async def _release(self, ticket_id: str, *, engine_failed: bool, detail: str) -> None:
-        # Shielded: a client that leaves now must not leave the ticket behind.
-        await asyncio.shield(
-            self._later(self._send_release(ticket_id, engine_failed=engine_failed, detail=detail))
-        )
-
-    async def _send_release(self, ticket_id: str, *, engine_failed: bool, detail: str) -> None:
-        request = pb.ReleaseTicketRequest(
-            ticket_id=ticket_id, engine_failed=engine_failed, detail=detail[:1000]
-        )
-        try:
-            await self._rollout.release_ticket(request)
-        except RolloutError as error:
-            # The manager gives silent tickets up by itself.
-            _LOG.warning("ticket %s was not released: %s", ticket_id, error)
-
-    async def _give_up(self, url: str, ticket_id: str) -> None:
-        await self._engines.abort(url, ticket_id)
-        await self._send_release(ticket_id, engine_failed=False, detail="client left")
-
-    def _later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task
 
 
 def whole_of(partial: Generation, later: Generation) -> Generation:
     """A turn's ids so far, continued."""
     return partial.then(later) if partial.ids else later
-
-
-def _turn_cap(max_turns: int) -> Refusal:
-    return Refusal(
-        Reason.TURN_CAP, f"This session's limit of {max_turns} model calls is reached.", "messages"
-    )
-
-
-def _token_cap(max_total_tokens: int, num_prompt: int) -> Refusal:
-    return Refusal(
-        Reason.TOKEN_CAP,
-        f"This model's maximum context length is {max_total_tokens} tokens. However, your "
-        f"messages resulted in {num_prompt} tokens. Please reduce the length of the messages.",
-        "messages",
-    )
