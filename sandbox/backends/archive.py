@@ -25,7 +25,7 @@ _SPECIAL_BITS = stat.S_ISUID | stat.S_ISGID
 
 def spool() -> BinaryIO:
     """A temporary file that stays in memory while it is small."""
-    return cast(BinaryIO, tempfile.SpooledTemporaryFile(max_size=_SPOOL_BYTES))
+    return cast("BinaryIO", tempfile.SpooledTemporaryFile(max_size=_SPOOL_BYTES))
 
 
 def unpack(root_fd: int, target_dir: str, archive: BinaryIO, max_bytes: int) -> tuple[int, int]:
@@ -113,7 +113,7 @@ class Packer:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._file = spool()
-        self._tar = tarfile.open(fileobj=self._file, mode="w", format=tarfile.PAX_FORMAT)
+        self._tar = tarfile.TarFile(fileobj=self._file, mode="w", format=tarfile.PAX_FORMAT)
 
     def add(self, parent_fd: int, name: str, member_name: str) -> os.stat_result | None:
         """Adds one entry, not its children; returns its status, None when it was left out.

@@ -116,7 +116,7 @@ def _own_v1_paths(own_cgroups: str) -> dict[str, str]:
     paths: dict[str, str] = {}
     for line in own_cgroups.splitlines():
         _, controllers, path = line.split(":", 2)
-        paths.update({controller: path for controller in controllers.split(",")})
+        paths.update(dict.fromkeys(controllers.split(","), path))
     return paths
 
 
@@ -208,7 +208,8 @@ class SandboxCgroup:
         if self._events_fd >= 0:
             os.close(self._events_fd)
             self._events_fd = -1
-        return all([_remove(d) for d in dict.fromkeys(self._directories.values())])
+        removed = [_remove(d) for d in dict.fromkeys(self._directories.values())]
+        return all(removed)
 
 
 class CgroupTree:

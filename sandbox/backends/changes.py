@@ -30,10 +30,10 @@ class LowerView:
     def kind(self, path: str) -> int | None:
         """The file type bits of an absolute path in the image, None when it is not there."""
         for lower in self._lowers:
-            status = _lstat(lower / path.lstrip("/"))
+            status, hides = _look_up(lower, path)
             if status is not None:
                 return None if _is_whiteout(status) else stat.S_IFMT(status.st_mode)
-            if self._hidden_below(lower, path):
+            if hides:
                 return None
         return None
 
@@ -41,32 +41,15 @@ class LowerView:
         """Names in a directory of the image."""
         found: dict[str, bool] = {}
         for lower in self._lowers:
-            directory = lower / path.lstrip("/")
-            status = _lstat(directory)
-            if status is not None and not stat.S_ISDIR(status.st_mode):
-                break
-            if status is not None:
+            status, hides = _look_up(lower, path)
+            if status is not None and stat.S_ISDIR(status.st_mode):
+                directory = lower / path.lstrip("/")
                 for name in os.listdir(directory):
                     entry = _lstat(directory / name)
                     found.setdefault(name, entry is not None and not _is_whiteout(entry))
-                if _is_opaque(directory):
-                    break
-            if self._hidden_below(lower, path):
+            if hides:
                 break
         return {name for name, visible in found.items() if visible}
-
-    @staticmethod
-    def _hidden_below(lower: Path, path: str) -> bool:
-        """True when this layer hides `path` of the layers under it."""
-        current = lower
-        for part in PurePosixPath(path.lstrip("/")).parts:
-            current = current / part
-            status = _lstat(current)
-            if status is None:
-                return False
-            if not stat.S_ISDIR(status.st_mode) or _is_opaque(current):
-                return True
-        return False
 
 
 def collect(
@@ -135,6 +118,25 @@ def _walk(
             _walk(packer, child, lower, path, f"{prefix}{name}/", hides, deleted)
         finally:
             os.close(child)
+
+
+def _look_up(layer: Path, path: str) -> tuple[os.stat_result | None, bool]:
+    """(status of path in one layer, whether the layers under it are hidden there).
+
+    Links on the way are never followed: they would lead out of the layer, into the host.
+    """
+    parts = PurePosixPath(path.lstrip("/")).parts
+    current = layer
+    status = _lstat(current)
+    hides = False
+    for part in parts:
+        if status is None or not stat.S_ISDIR(status.st_mode):
+            return None, hides or status is not None
+        current = current / part
+        status = _lstat(current)
+        if status is not None:
+            hides = hides or not stat.S_ISDIR(status.st_mode) or _is_opaque(current)
+    return status, hides
 
 
 def _lstat(path: Path) -> os.stat_result | None:

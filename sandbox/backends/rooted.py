@@ -93,28 +93,31 @@ def make_directories(root_fd: int, path: str) -> int:
     except FileNotFoundError:
         pass
     parts = [part for part in PurePosixPath(path).parts if part != "/"]
-    current = "/"
-    fd = _open_directory(root_fd, current)
+    current = ""
+    fd = _open_directory(root_fd, "/")
     for part in parts:
         current = f"{current}/{part}"
         try:
-            child = _open_directory(root_fd, current)
-        except FileNotFoundError:
-            try:
-                os.mkdir(part, 0o755, dir_fd=fd)
-            except FileExistsError as error:
-                # A dangling link: making its target would be guessing.
-                os.close(fd)
-                raise NotADirectoryError(
-                    errno.ENOTDIR, "a dangling symbolic link is in the way", current
-                ) from error
-            child = _open_directory(root_fd, current)
-        except OSError:
+            child = _open_or_make(root_fd, fd, current)
+        finally:
             os.close(fd)
-            raise
-        os.close(fd)
         fd = child
     return fd
+
+
+def _open_or_make(root_fd: int, parent_fd: int, path: str) -> int:
+    try:
+        return _open_directory(root_fd, path)
+    except FileNotFoundError:
+        pass
+    try:
+        os.mkdir(PurePosixPath(path).name, 0o755, dir_fd=parent_fd)
+    except FileExistsError as error:
+        # A dangling link: making its target would be guessing.
+        raise NotADirectoryError(
+            errno.ENOTDIR, "a dangling symbolic link is in the way", path
+        ) from error
+    return _open_directory(root_fd, path)
 
 
 def real_path(root_fd: int, path: str) -> str:

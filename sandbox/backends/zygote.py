@@ -82,7 +82,12 @@ async def _readable(fd: int, timeout_s: float) -> bool:
     """True once fd can be read, False after timeout_s."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(fd, lambda: ready.done() or ready.set_result(None))
+
+    def set_ready() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(fd, set_ready)
     try:
         await asyncio.wait_for(ready, timeout_s)
     except TimeoutError:
@@ -137,7 +142,7 @@ class Zygote:
         """Starts it; call from the main thread. Raises BackendSetupError."""
         self._socket, theirs = _socket_pair()
         try:
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # noqa: ASYNC220 - once, and for a moment
                 [str(self._binary), str(theirs.fileno()), str(self._stage)],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,

@@ -20,10 +20,9 @@ namespace {
 // Root over the sandbox's own files and processes. Absent on purpose: MKNOD (host devices),
 // NET_RAW, SYS_ADMIN, SYS_PTRACE, DAC_READ_SEARCH (open_by_handle_at).
 constexpr uint64_t kKeptCapabilities =
-    (1ull << CAP_CHOWN) | (1ull << CAP_DAC_OVERRIDE) | (1ull << CAP_FOWNER) |
-    (1ull << CAP_FSETID) | (1ull << CAP_KILL) | (1ull << CAP_SETGID) | (1ull << CAP_SETUID) |
-    (1ull << CAP_SETPCAP) | (1ull << CAP_NET_BIND_SERVICE) | (1ull << CAP_SYS_CHROOT) |
-    (1ull << CAP_SETFCAP);
+    (1ull << CAP_CHOWN) | (1ull << CAP_DAC_OVERRIDE) | (1ull << CAP_FOWNER) | (1ull << CAP_FSETID) |
+    (1ull << CAP_KILL) | (1ull << CAP_SETGID) | (1ull << CAP_SETUID) | (1ull << CAP_SETPCAP) |
+    (1ull << CAP_NET_BIND_SERVICE) | (1ull << CAP_SYS_CHROOT) | (1ull << CAP_SETFCAP);
 
 #if defined(__x86_64__)
 constexpr uint32_t kArchitecture = AUDIT_ARCH_X86_64;
@@ -37,12 +36,30 @@ constexpr uint32_t kNewNamespaces = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID |
                                     CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP;
 
 constexpr int kDenied[] = {
-    SYS_mount,         SYS_umount2,      SYS_pivot_root,       SYS_setns,
-    SYS_open_tree,     SYS_move_mount,   SYS_fsopen,           SYS_fsmount,
-    SYS_add_key,       SYS_keyctl,       SYS_request_key,      SYS_bpf,
-    SYS_init_module,   SYS_finit_module, SYS_delete_module,    SYS_perf_event_open,
-    SYS_userfaultfd,   SYS_kexec_load,   SYS_open_by_handle_at, SYS_reboot,
-    SYS_swapon,        SYS_swapoff,      SYS_io_uring_setup,   SYS_unshare,
+    SYS_mount,
+    SYS_umount2,
+    SYS_pivot_root,
+    SYS_setns,
+    SYS_open_tree,
+    SYS_move_mount,
+    SYS_fsopen,
+    SYS_fsmount,
+    SYS_add_key,
+    SYS_keyctl,
+    SYS_request_key,
+    SYS_bpf,
+    SYS_init_module,
+    SYS_finit_module,
+    SYS_delete_module,
+    SYS_perf_event_open,
+    SYS_userfaultfd,
+    SYS_kexec_load,
+    SYS_open_by_handle_at,
+    SYS_reboot,
+    SYS_swapon,
+    SYS_swapoff,
+    SYS_io_uring_setup,
+    SYS_unshare,
 };
 
 constexpr sock_filter Statement(uint16_t code, uint32_t k) { return {code, 0, 0, k}; }

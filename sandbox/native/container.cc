@@ -119,8 +119,8 @@ bool MountKernelTrees(const std::string& root, ContainerFds* fds, std::string* e
   fds->proc = static_cast<int>(
       syscall(SYS_open_tree, AT_FDCWD, proc.c_str(), OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC));
   if (fds->proc < 0) return Fail("open_tree " + proc, error);
-  if (mount(nullptr, proc.c_str(), nullptr, MS_REMOUNT | MS_BIND | MS_RDONLY | hardened,
-            nullptr) != 0) {
+  if (mount(nullptr, proc.c_str(), nullptr, MS_REMOUNT | MS_BIND | MS_RDONLY | hardened, nullptr) !=
+      0) {
     return Fail("make read-only " + proc, error);
   }
   const std::string pts = root + "/dev/pts";

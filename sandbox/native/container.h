@@ -19,9 +19,9 @@ struct ContainerSpec {
 
 // Descriptors that outlive the construction, for the broker and for init.
 struct ContainerFds {
-  int root = -1;       // directory: the sandbox's /
-  int upper = -1;      // directory: the overlay's upper layer
-  int proc = -1;       // writable view of /proc, which commands see read-only
+  int root = -1;   // directory: the sandbox's /
+  int upper = -1;  // directory: the overlay's upper layer
+  int proc = -1;   // writable view of /proc, which commands see read-only
 };
 
 // Must run as pid 1 of new pid, mount, net, ipc and uts namespaces. Joins the cgroups, mounts

@@ -69,7 +69,7 @@ struct Running {
   Stream err;
   int64_t started_us;
   int64_t deadline_us;
-  int64_t grace_us;          // wait for the end of output after the command has ended
+  int64_t grace_us;  // wait for the end of output after the command has ended
   int64_t exited_us = -1;
   int status = 0;
   bool timed_out = false;
@@ -108,8 +108,8 @@ class Init {
  private:
   int TimeoutMs() const {
     if (!running_) return -1;
-    const int64_t at = running_->exited_us >= 0 ? running_->exited_us + running_->grace_us
-                                                : running_->deadline_us;
+    const int64_t at =
+        running_->exited_us >= 0 ? running_->exited_us + running_->grace_us : running_->deadline_us;
     return static_cast<int>(std::clamp<int64_t>((at - NowUs() + 999) / 1000, 0, 1 << 30));
   }
 
@@ -224,8 +224,8 @@ class Init {
     SendBytes(Kind::kStdout, run.out.buffer.Kept());
     SendBytes(Kind::kStderr, run.err.buffer.Kept());
     Record reply(Kind::kExit);
-    reply.Add("exit_code", WIFSIGNALED(run.status) ? 128 + WTERMSIG(run.status)
-                                                   : WEXITSTATUS(run.status));
+    reply.Add("exit_code",
+              WIFSIGNALED(run.status) ? 128 + WTERMSIG(run.status) : WEXITSTATUS(run.status));
     reply.Add("timed_out", run.timed_out ? 1 : 0);
     reply.Add("stuck", stuck_ ? 1 : 0);
     reply.Add("stdout_dropped_bytes", static_cast<int64_t>(run.out.buffer.dropped_bytes()));

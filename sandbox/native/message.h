@@ -16,16 +16,16 @@ inline constexpr size_t kMaxPacketBytes = 512 * 1024;
 
 // First byte of a packet.
 enum class Kind : char {
-  kImage = 'I',     // broker -> zygote: prepare a shared /usr
-  kNew = 'N',       // broker -> zygote: make a sandbox (control socket attached)
-  kExec = 'C',      // broker -> init
-  kKill = 'K',      // broker -> init, and its reply: num_killed
-  kCancel = 'A',    // broker -> init: kill the running command, which then replies kExit
-  kReady = 'R',     // init -> broker, with the root, upper and pid descriptors
-  kFailure = 'F',   // text: what failed
-  kStdout = 'O',    // bytes of the running command
-  kStderr = 'E',    // bytes of the running command
-  kExit = 'X',      // end of the running command
+  kImage = 'I',    // broker -> zygote: prepare a shared /usr
+  kNew = 'N',      // broker -> zygote: make a sandbox (control socket attached)
+  kExec = 'C',     // broker -> init
+  kKill = 'K',     // broker -> init, and its reply: num_killed
+  kCancel = 'A',   // broker -> init: kill the running command, which then replies kExit
+  kReady = 'R',    // init -> broker, with the root, upper and pid descriptors
+  kFailure = 'F',  // text: what failed
+  kStdout = 'O',   // bytes of the running command
+  kStderr = 'E',   // bytes of the running command
+  kExit = 'X',     // end of the running command
 };
 
 class Record {

@@ -23,8 +23,7 @@ namespace swe_rl::sandbox {
 namespace {
 
 constexpr int kControlFd = 3;
-constexpr int kNamespaces =
-    CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS;
+constexpr int kNamespaces = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS;
 
 void SendFailure(int fd, const std::string& text) {
   SendPacket(fd, static_cast<char>(Kind::kFailure) + text);
