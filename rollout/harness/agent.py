@@ -29,6 +29,7 @@ from rollout.harness.attempt_record import AttemptRecord
 from rollout.harness.causes import AgentEnd
 from rollout.harness.config import HarnessConfig
 from rollout.harness.environment import BrokerEnvironment
+from rollout.harness.errors import TaskFormatError
 from rollout.harness.gateway_client import CapReachedError, GatewayClient
 from rollout.harness.loop_bridge import LoopBridge
 from rollout.harness.profile import Profile, compiled
@@ -160,6 +161,15 @@ class SandboxCommands:
                     merge_output=True,
                 )
             )
+        except (TaskFormatError, UnicodeEncodeError) as error:
+            # The broker refuses the command itself (a NUL, more than the kernel takes): what a
+            # shell would answer.
+            return {
+                "output": "cannot execute: argument list too long or invalid\n",
+                "returncode": 126,
+                "exception_info": "",
+                "extra": {"refused": str(error)[:200]},
+            }
         finally:
             record.tool_s += time.monotonic() - started
         record.agent_oom = reply.oom_killed

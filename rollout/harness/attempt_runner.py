@@ -15,7 +15,6 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 from harbor.trial.hooks import TrialEvent, TrialHookEvent
 
@@ -31,6 +30,7 @@ from rollout.harness.profile import Profile
 from rollout.harness.task_folder import TaskFolder, TaskFolders
 from rollout.harness.trajectory import to_atif, write_atif
 from rollout.harness.trial import BUILT_IN_AGENTS, LeanTrial, trial_config
+from sandbox.client import SandboxClient
 
 _LOG = logging.getLogger(__name__)
 KNOWN_AGENTS = BUILT_IN_AGENTS | {"mini"}
@@ -42,7 +42,7 @@ class AttemptRunner:
     def __init__(
         self,
         config: HarnessConfig,
-        broker: grpc.aio.Channel,
+        broker: SandboxClient,
         gateway: GatewayClient,
         pool: Executor,
     ) -> None:

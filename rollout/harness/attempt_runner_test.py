@@ -20,6 +20,7 @@ from rollout.harness.attempt_runner import AttemptRunner
 from rollout.harness.config import TOY_PROFILE, HarnessConfig
 from rollout.harness.fakes import refuse, say, script
 from rollout.harness.gateway_client import GatewayClient
+from sandbox.client import SandboxClient
 
 KEY = "k" * 40
 FIX = "sed -i s/-/+/ calc.py"
@@ -61,7 +62,9 @@ class Rig:
         )
         client = GatewayClient(self.config)
         self._clients.append(client)
-        self.runner = AttemptRunner(self.config, self._channel, client, self._pool)
+        self.runner = AttemptRunner(
+            self.config, SandboxClient(self._channel), client, self._pool
+        )
 
     async def stop(self) -> None:
         for client in self._clients:
@@ -227,6 +230,13 @@ async def test_time_budget_counts_decoding_not_queues(rig: Rig, tmp_path: Path) 
     cause, reward, report = await rig.run(task, time_budget=budget)
     assert (cause, reward) == ("CAUSE_TIME_BUDGET", 0.0), report
     assert time.monotonic() - started < 3
+
+
+async def test_command_that_cannot_be_run_is_an_observation(rig: Rig, tmp_path: Path) -> None:
+    rig.gateway.sessions[KEY] = script("ls\0", FIX, SUBMIT)
+    cause, reward, report = await rig.run(fakes.write_task(tmp_path))
+    assert (cause, reward) == ("CAUSE_SUBMITTED", 1.0), report
+    assert rig.gateway.requests[1][-1]["content"].startswith("cannot execute")
 
 
 async def test_engine_failure_is_masked(rig: Rig, tmp_path: Path) -> None:

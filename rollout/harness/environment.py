@@ -19,7 +19,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 from harbor.environments.base import (
     BaseEnvironment,
     EnvironmentPath,
@@ -32,12 +31,13 @@ from harbor.environments.capabilities import (
     EnvironmentResourceCapabilities,
 )
 
-from proto import sandbox_pb2 as pb
 from rollout.harness.attempt_record import AttemptRecord, Phase
 from rollout.harness.changes import pack
 from rollout.harness.config import HarnessConfig
 from rollout.harness.sandbox_session import SandboxSession
 from rollout.harness.task_folder import LOG_DIRS, TaskFolder, Tree, read_file, read_tree
+from sandbox.client import ExecResult as ClientExecResult
+from sandbox.client import SandboxClient
 
 _CAPABILITIES = EnvironmentCapabilities(
     disable_internet=True,
@@ -64,13 +64,13 @@ class BrokerEnvironment(BaseEnvironment):
 
     def bind(
         self,
-        channel: grpc.aio.Channel,
+        client: SandboxClient,
         config: HarnessConfig,
         record: AttemptRecord,
         folder: TaskFolder,
     ) -> None:
-        """Hands over what Harbor cannot pass: the broker's channel and the attempt's record."""
-        self._channel, self.config, self.record, self.folder = channel, config, record, folder
+        """Hands over what Harbor cannot pass: the broker's client and the attempt's record."""
+        self._client, self.config, self.record, self.folder = client, config, record, folder
 
     @staticmethod
     def type() -> str:
@@ -124,7 +124,7 @@ class BrokerEnvironment(BaseEnvironment):
         folder = self.folder
         try:
             self._session = await SandboxSession.acquire(
-                self._channel,
+                self._client,
                 self.config.sandbox,
                 image=folder.image,
                 holder=self.record.attempt_id,
@@ -163,7 +163,7 @@ class BrokerEnvironment(BaseEnvironment):
         cwd: str | None = None,
         user: str | int | None = None,
         merge_output: bool = False,
-    ) -> pb.ExecReply:
+    ) -> ClientExecResult:
         """Runs a command and tells all that the broker knows of it. Raises HealthcheckError."""
         self.record.num_execs[self.record.phase] += 1
         resolved = self._resolve_user(user)

@@ -89,6 +89,8 @@ class FakeBroker(sandbox_pb2_grpc.SandboxBrokerServicer):
 
     async def Exec(self, request: Any, context: Any) -> sandbox_pb2.ExecReply:
         box = await self._box(request, context)
+        if "\0" in request.command:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "NUL in the command")
         box.num_execs += 1
         self.num_execs += 1
         self.commands.append(request.command)

@@ -28,6 +28,7 @@ CAP_CODES = {
 }
 _FENCED_STATUS = frozenset({401, 403, 404, 409, 410})
 _RETRIED_STATUS = frozenset({429, 502, 503})
+_RETRIED_CODES = frozenset({"session_moved", "draining", "no_engine", "manager_unavailable"})
 ENGINE_FAILED_CODE = "engine_failed"
 
 
@@ -134,10 +135,10 @@ def _refusal(status: int, payload: dict[str, Any], attempt_id: str, url: str) ->
         raise CapReachedError(CAP_CODES[code], text)
     if code == ENGINE_FAILED_CODE:
         raise EngineFailedError(words)
+    if code in _RETRIED_CODES or status in _RETRIED_STATUS:
+        return words
     if status in _FENCED_STATUS:
         raise SessionFencedError(words)
-    if status in _RETRIED_STATUS:
-        return words
     raise GatewayRejectedError(words)
 
 

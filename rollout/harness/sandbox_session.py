@@ -3,48 +3,63 @@
 Owner: the attempt's environment. A session renews its lease in a task of its own until
 `close`. Every failure of the broker or the sandbox becomes Harbor's `HealthcheckError`, so
 that a dead sandbox ends the trial and never looks like a command's output. Cancelling an
-`execute` cancels its RPC, upon which the broker kills the command's whole process group.
+`execute` cancels its RPC, upon which the broker kills the command's processes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import AsyncIterator, Awaitable
-from typing import Any, TypeVar
+import contextlib
+from collections.abc import Awaitable, Mapping
+from typing import TypeVar
 
-import grpc
-import grpc.aio
-from google.protobuf.duration_pb2 import Duration
 from harbor.environments.base import HealthcheckError
 
-from proto import sandbox_pb2 as pb
-from proto import sandbox_pb2_grpc as pb_grpc
 from rollout.harness.config import SandboxUse
 from rollout.harness.errors import TaskFormatError, TransferTooLargeError
+from sandbox.client import (
+    AcquiredLease,
+    Changes,
+    ExecResult,
+    InvalidRequestError,
+    SandboxClient,
+    SandboxError,
+    StaleEpochError,
+    TooLargeError,
+    UnknownLeaseError,
+)
 
 _T = TypeVar("_T")
-_CHUNK_BYTES = 1 << 20
 
 
-def _duration(seconds: float) -> Duration:
-    value = Duration()
-    value.FromMilliseconds(round(seconds * 1000))
-    return value
+async def _guard(call: Awaitable[_T], what: str) -> _T:
+    """Sorts the broker's errors: a bad request, too much data, or a sandbox that is dead to us."""
+    try:
+        return await call
+    except InvalidRequestError as error:
+        raise TaskFormatError(f"{what}: {error}") from error
+    except TooLargeError as error:
+        raise TransferTooLargeError(f"{what}: {error}") from error
+    except SandboxError as error:
+        raise HealthcheckError(f"{what}: {type(error).__name__} {error}") from error
 
 
 class SandboxSession:
-    """A lease on one sandbox. Make it with `acquire`, give it back with `close`."""
+    """A lease on one sandbox. Make it with `acquire`, give it back with `close`.
 
-    def __init__(self, stub: Any, config: SandboxUse, lease: pb.Lease) -> None:
-        self._stub, self._config, self._lease = stub, config, lease
+    Methods raise HealthcheckError when the sandbox or its broker failed, TaskFormatError when
+    the broker refuses the request itself.
+    """
+
+    def __init__(self, client: SandboxClient, config: SandboxUse, lease: AcquiredLease) -> None:
+        self._client, self._config, self._held_lease = client, config, lease
         self._lost = ""
         self._keeper = asyncio.create_task(self._keep_alive(), name=f"keep-{lease.lease_id}")
 
     @classmethod
     async def acquire(
         cls,
-        channel: grpc.aio.Channel,
+        client: SandboxClient,
         config: SandboxUse,
         *,
         image: str,
@@ -53,56 +68,27 @@ class SandboxSession:
         memory_bytes: int = 0,
         cpu_cores: float = 0.0,
     ) -> SandboxSession:
-        """Leases a fresh sandbox. Raises HealthcheckError, or TaskFormatError for a bad image."""
-        stub: Any = pb_grpc.SandboxBrokerStub(channel)  # type: ignore[no-untyped-call]
-        request = pb.AcquireRequest(
-            image=image,
+        """Leases a fresh sandbox within acquire_timeout_s."""
+        call = client.acquire(
+            image,
             holder=holder,
-            ttl=_duration(config.ttl_s),
-            limits=pb.Limits(memory_bytes=memory_bytes, cpu_cores=cpu_cores),
-            idempotency_key=secrets.token_hex(16),
+            ttl_s=config.ttl_s,
+            memory_bytes=memory_bytes,
+            cpu_cores=cpu_cores,
             workdir=workdir,
+            timeout_s=config.acquire_timeout_s,
         )
-        try:
-            reply = await stub.Acquire(request, timeout=config.acquire_timeout_s)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                raise TaskFormatError(
-                    f"the broker refuses image {image!r}, workdir {workdir!r} for {holder}: "
-                    f"{error.details()}; correct the task or the broker's images"
-                ) from error
-            raise HealthcheckError(
-                f"no sandbox for {holder} (image {image!r}): {error.code().name} {error.details()}"
-            ) from error
-        return cls(stub, config, reply.lease)
+        lease = await _guard(call, f"sandbox of image {image!r} for {holder}")
+        return cls(client, config, lease)
+
+    def _where(self, what: str) -> str:
+        return f"{what} in sandbox {self._held_lease.lease_id}"
 
     @property
-    def lease_id(self) -> str:
-        """The lease's id, for messages."""
-        return self._lease.lease_id
-
-    @property
-    def lost(self) -> str:
-        """Why the lease is gone, as far as the keeper knows; empty while it is held."""
-        return self._lost
-
-    def _key(self) -> dict[str, Any]:
+    def _lease(self) -> AcquiredLease:
         if self._lost:
-            raise HealthcheckError(f"sandbox {self.lease_id} is gone: {self._lost}")
-        return {"lease_id": self._lease.lease_id, "epoch": self._lease.epoch}
-
-    async def _guard(self, call: Awaitable[_T], what: str) -> _T:
-        try:
-            return await call
-        except grpc.aio.AioRpcError as error:
-            where = f"{what} in sandbox {self.lease_id}: {error.details()}"
-            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                raise TransferTooLargeError(where) from error
-            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                raise TaskFormatError(where) from error
-            raise HealthcheckError(
-                f"{what} failed in sandbox {self.lease_id}: {error.code().name} {error.details()}"
-            ) from error
+            raise HealthcheckError(f"sandbox {self._held_lease.lease_id} is gone: {self._lost}")
+        return self._held_lease
 
     async def execute(
         self,
@@ -111,98 +97,72 @@ class SandboxSession:
         timeout_s: float,
         output_cap_bytes: int,
         cwd: str = "",
-        env: dict[str, str] | None = None,
+        env: Mapping[str, str] | None = None,
         user: str = "",
         merge_output: bool = False,
-    ) -> pb.ExecReply:
-        """Runs one command to its end or its timeout. Raises HealthcheckError."""
-        request = pb.ExecRequest(
-            command=command,
+    ) -> ExecResult:
+        """Runs one command to its end or its timeout."""
+        call = self._client.exec(
+            self._lease,
+            command,
             cwd=cwd,
-            env=env or {},
-            timeout=_duration(timeout_s),
+            env=env,
+            timeout_s=timeout_s,
             output_cap_bytes=output_cap_bytes,
             user=user,
             merge_output=merge_output,
-            **self._key(),
+            deadline_s=timeout_s + self._config.exec_slack_s,
         )
-        deadline = timeout_s + self._config.exec_slack_s
-        return await self._guard(self._stub.Exec(request, timeout=deadline), "exec")
+        return await _guard(call, self._where("command"))
 
-    async def upload(self, tar: bytes, target_dir: str) -> None:
-        """Unpacks a tar below target_dir. Raises HealthcheckError."""
-        key = self._key()
+    async def upload(self, archive: bytes, target_dir: str) -> None:
+        """Unpacks a tar below target_dir."""
+        timeout_s = self._config.transfer_timeout_s
+        call = self._client.upload_tar(self._lease, archive, target_dir, timeout_s)
+        await _guard(call, self._where(f"upload to {target_dir}"))
 
-        async def messages() -> AsyncIterator[pb.UploadRequest]:
-            yield pb.UploadRequest(target_dir=target_dir, tar_chunk=tar[:_CHUNK_BYTES], **key)
-            for start in range(_CHUNK_BYTES, len(tar), _CHUNK_BYTES):
-                yield pb.UploadRequest(tar_chunk=tar[start : start + _CHUNK_BYTES])
+    async def download(self, path: str, max_bytes: int) -> bytes | None:
+        """A tar of path, or None when there is no such file or folder.
 
-        call = self._stub.Upload(messages(), timeout=self._config.transfer_timeout_s)
-        await self._guard(call, f"upload to {target_dir}")
-
-    async def download(self, path: str, max_bytes: int = 0) -> bytes | None:
-        """A tar of path, or None when there is no such path.
-
-        Raises HealthcheckError, or TransferTooLargeError past max_bytes.
+        Raises TransferTooLargeError past max_bytes.
         """
-        request = pb.DownloadRequest(path=path, max_bytes=max_bytes, **self._key())
-        call = self._stub.Download(request, timeout=self._config.transfer_timeout_s)
+        timeout_s = self._config.transfer_timeout_s
+        call = self._client.download(self._lease, path, max_bytes, timeout_s)
         try:
-            tar, _ = await self._guard(self._join(call), f"download of {path}")
+            return await _guard(call, self._where(f"download of {path}"))
         except TaskFormatError:
             return None
-        return tar
 
-    async def collect_changes(self, path: str, max_bytes: int) -> tuple[bytes, list[str]]:
-        """A tar of what changed below path since the lease began, and the deleted paths.
+    async def collect_changes(self, path: str, max_bytes: int) -> Changes:
+        """What changed below path since the lease began, uploads included.
 
-        Raises HealthcheckError, or TransferTooLargeError past max_bytes.
+        Raises TransferTooLargeError past max_bytes.
         """
-        request = pb.CollectChangesRequest(path=path, max_bytes=max_bytes, **self._key())
-        call = self._stub.CollectChanges(request, timeout=self._config.transfer_timeout_s)
-        return await self._guard(self._join(call), f"collecting changes of {path}")
-
-    @staticmethod
-    async def _join(call: Any) -> tuple[bytes, list[str]]:
-        data, deleted = bytearray(), []
-        async for chunk in call:
-            data += chunk.data
-            deleted.extend(chunk.deleted_paths)
-        return bytes(data), deleted
+        timeout_s = self._config.transfer_timeout_s
+        call = self._client.collect_changes(self._lease, path, max_bytes, timeout_s)
+        return await _guard(call, self._where(f"changes of {path}"))
 
     async def kill_processes(self) -> None:
-        """Kills all that the agent left running. Raises HealthcheckError."""
-        request = pb.KillProcessesRequest(**self._key())
-        call = self._stub.KillProcesses(request, timeout=self._config.control_timeout_s)
-        await self._guard(call, "killing processes")
+        """Kills all that was left running."""
+        await _guard(self._client.kill_processes(self._lease), self._where("killing processes"))
 
     async def close(self) -> None:
         """Gives the sandbox back. Never raises: a lease that cannot be released expires."""
         self._keeper.cancel()
-        request = pb.ReleaseRequest(lease_id=self._lease.lease_id, epoch=self._lease.epoch)
-        try:
-            await self._stub.Release(request, timeout=self._config.control_timeout_s)
-        except grpc.aio.AioRpcError as error:
-            self._lost = self._lost or error.code().name
+        with contextlib.suppress(SandboxError):
+            await self._client.release(self._held_lease)
 
     async def _keep_alive(self) -> None:
-        pause = self._config.ttl_s / 3
+        normal_s = self._config.ttl_s / 3
+        pause_s = normal_s
         while True:
-            await asyncio.sleep(pause)
-            request = pb.RenewRequest(
-                lease_id=self._lease.lease_id,
-                epoch=self._lease.epoch,
-                ttl=_duration(self._config.ttl_s),
-            )
+            await asyncio.sleep(pause_s)
             try:
-                await self._stub.Renew(request, timeout=self._config.control_timeout_s)
-            except grpc.aio.AioRpcError as error:
-                if error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION):
-                    self._lost = f"lease lost ({error.code().name} {error.details()})"
-                    return
-                pause = min(
-                    pause, 1.0
-                )  # the broker does not answer: try often while the lease lasts
+                await self._client.renew(self._held_lease, self._config.ttl_s)
+            except (UnknownLeaseError, StaleEpochError) as error:
+                self._lost = f"{type(error).__name__} {error}"
+                return
+            except SandboxError:
+                pause_s = min(normal_s, 1.0)  # tried often while the lease lasts
             else:
-                pause = self._config.ttl_s / 3
+                pause_s = normal_s

@@ -111,10 +111,15 @@ class FreshSandboxVerifier(BaseVerifier):
         environment = self._environment
         folder, session = environment.folder, environment.session()
         await session.kill_processes()
-        archive, deleted = await session.collect_changes(
+        collected = await session.collect_changes(
             folder.workdir, environment.config.sandbox.max_change_bytes
         )
-        return select_changes(archive, deleted, folder.environment_tree, folder.grading.is_restored)
+        return select_changes(
+            collected.archive,
+            collected.deleted_paths,
+            folder.environment_tree,
+            folder.grading.is_restored,
+        )
 
     async def _run_tests(self, changes: Changes) -> TestRun:
         """Runs the tests on the changes in a fresh sandbox."""

@@ -219,7 +219,9 @@ async def _serve(config: HarnessConfig, name: str) -> None:
     # Imported here: Harbor and mini-swe-agent take seconds, and read their environment.
     from rollout.harness.attempt_runner import AttemptRunner
     from rollout.harness.gateway_client import GatewayClient
+    from sandbox.client import SandboxClient
 
+    _quiet_loggers(config.keep_trials)
     security = ClientSecurity.from_environment()
     stop = termination_event()
     pool = ThreadPoolExecutor(config.concurrency, thread_name_prefix="agent")
@@ -230,7 +232,9 @@ async def _serve(config: HarnessConfig, name: str) -> None:
             dial(config.broker_address, security) as broker,
         ):
             client = RolloutClient(manager, call_timeout_s=config.rpc_timeout_s)
-            runner = AttemptRunner(config, broker, gateway, pool)
+            runner = AttemptRunner(
+                config, SandboxClient(broker, config.sandbox.control_timeout_s), gateway, pool
+            )
             worker = Worker(config, name, client, runner)
             _LOG.info("worker %s serves, %d attempts at a time", name, config.concurrency)
             await worker.run(stop)
@@ -251,8 +255,6 @@ def main(argv: list[str] | None = None) -> int:
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
         stream=sys.stderr,
     )
-    logging.getLogger("harbor").setLevel(logging.ERROR)
-    logging.getLogger("agent").setLevel(logging.CRITICAL)  # mini's own, a line for every message
     try:
         config = HarnessConfig.model_validate_json(args.config.read_bytes())
         config.trials_dir.mkdir(parents=True, exist_ok=True)
@@ -261,6 +263,17 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValidationError, ServingError) as error:
         return fail(f"harness worker {args.name}, configuration {args.config}: {error}")
     return 0
+
+
+def _quiet_loggers(keep_trials: bool) -> None:
+    """Silences mini's line for every message, and Harbor's debugging unless trials are kept.
+
+    After their import, which sets levels. Kept trials have Harbor's lines in their own log.
+    """
+    logging.getLogger("agent").setLevel(logging.CRITICAL)
+    harbor = logging.getLogger("harbor.utils.logger")
+    harbor.setLevel(logging.DEBUG if keep_trials else logging.ERROR)
+    harbor.propagate = not keep_trials
 
 
 def _quiet_libraries(folder: Path) -> None:
