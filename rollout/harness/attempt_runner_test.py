@@ -6,105 +6,37 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from proto import rollout_pb2, sandbox_pb2, sandbox_pb2_grpc, trajectory_pb2
-from proto.serving import dial
+from proto import sandbox_pb2, sandbox_pb2_grpc, trajectory_pb2
 from rollout.harness import fakes
-from rollout.harness.attempt_runner import AttemptRunner
-from rollout.harness.config import TOY_PROFILE, HarnessConfig
+from rollout.harness.attempt_rig import FIX, KEY, SUBMIT, AttemptRig
+from rollout.harness.config import TOY_PROFILE
 from rollout.harness.fakes import refuse, say, script
-from rollout.harness.gateway_client import GatewayClient
-from sandbox.client import SandboxClient
-
-KEY = "k" * 40
-FIX = "sed -i s/-/+/ calc.py"
-SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
-class Rig:
-    """A runner with its servers."""
-
+class Rig(AttemptRig):
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self.broker = fakes.FakeBroker(folder / "boxes")
-        self.gateway = fakes.FakeGateway()
-        self.settings: dict[str, Any] = {}
-        self.config: HarnessConfig
-
-    async def start(self) -> None:
-        self._server, address = await fakes.serve(
-            lambda s: sandbox_pb2_grpc.add_SandboxBrokerServicer_to_server(self.broker, s)
-        )
-        await self.gateway.start()
-        self._channel = dial(address)
-        self._address = address
-        self._pool = ThreadPoolExecutor(16)
-        self._clients: list[GatewayClient] = []
-        self.configure()
-
-    def configure(self, **settings: Any) -> None:
-        self.config = HarnessConfig(
-            **{
-                "manager_address": "127.0.0.1:1",
-                "broker_address": self._address,
-                "gateway_urls": [self.gateway.url],
-                "trials_dir": self.folder / "trials",
-                "trajectories_dir": self.folder / "trajectories",
-                "model_retry_max_s": 0.01,
-                **settings,
-            }
-        )
-        client = GatewayClient(self.config)
-        self._clients.append(client)
-        self.runner = AttemptRunner(
-            self.config, SandboxClient(self._channel), client, self._pool
-        )
-
-    async def stop(self) -> None:
-        for client in self._clients:
-            await client.close()
-        await self._channel.close()
-        await self.gateway.stop()
-        await self._server.stop(0)
-        self._pool.shutdown()
-
-    def lease(self, task: Path, agent: str = "mini", **fields: Any) -> rollout_pb2.LeasedAttempt:
-        return rollout_pb2.LeasedAttempt(
-            **{
-                "attempt_id": "a1",
-                "epoch": 3,
-                "task_id": task.name,
-                "task_path": str(task),
-                "session_key": KEY,
-                "agent": agent,
-                **fields,
-            }
-        )
-
-    async def run(
-        self, task: Path, agent: str = "mini", **fields: Any
-    ) -> tuple[str, float | None, rollout_pb2.AttemptReport]:
-        done = await self.runner.run(self.lease(task, agent, **fields))
-        assert done.epoch == 3 and done.attempt_id == "a1"
-        reward = done.reward if done.HasField("reward") else None
-        assert not self.broker.boxes, "a sandbox was leaked"
-        assert not list((self.folder / "trials").iterdir()), "a trial folder was left"
-        return trajectory_pb2.Cause.Name(done.cause), reward, done.report
 
 
 @pytest.fixture
 async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     rig = Rig(tmp_path)
     (tmp_path / "boxes").mkdir()
-    await rig.start()
+    server, address = await fakes.serve(
+        lambda s: sandbox_pb2_grpc.add_SandboxBrokerServicer_to_server(rig.broker, s)
+    )
+    await rig.start(address)
     yield rig
     await rig.stop()
+    await server.stop(0)
+    assert not rig.broker.boxes, "a sandbox was leaked"
 
 
 async def test_oracle_gets_1(rig: Rig, tmp_path: Path) -> None:
