@@ -71,7 +71,7 @@ class Evidence:
 class Classified:
     """A cause, its reward (None unless scored) and the evidence in words."""
 
-    cause: int
+    cause: Cause
     reward: float | None
     evidence: str
 

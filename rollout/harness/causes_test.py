@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from proto.trajectory_pb2 import Cause
 from rollout.harness.causes import EVIDENCE_CAP, AgentEnd, Evidence, Verdict, classify
 
-GRADED = {"verdict": Verdict.GRADED, "reward": 1.0}
+GRADED: dict[str, Any] = {"verdict": Verdict.GRADED, "reward": 1.0}
 
 CASES = {
     "submitted": (Evidence(agent_end=AgentEnd.SUBMITTED, **GRADED), "CAUSE_SUBMITTED", 1.0),

@@ -19,7 +19,7 @@ from rollout.harness.changes import (
     select_changes,
 )
 
-BASE = {
+BASE: dict[str, TreeFile | TreeLink] = {
     "a.py": TreeFile(b"a"),
     "b.py": TreeFile(b"b"),
     "run.sh": TreeFile(b"#!", 0o755),

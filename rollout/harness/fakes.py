@@ -121,7 +121,8 @@ class FakeBroker(sandbox_pb2_grpc.SandboxBrokerServicer):
         return sandbox_pb2.ExecReply(stdout=out, stderr=err or b"", exit_code=process.returncode)
 
     async def Upload(self, request_iterator: Any, context: Any) -> sandbox_pb2.UploadReply:
-        first, data = None, bytearray()
+        first: Any = None
+        data = bytearray()
         async for message in request_iterator:
             first = first or message
             data += message.tar_chunk
