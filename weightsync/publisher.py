@@ -174,7 +174,8 @@ class WeightPublisher:
                 receiver=index,
                 plan=plan.to_json(),
                 plan_digest=plan.digest,
-                bucket_timeout_s=self._config.bucket_timeout_s,
+                # Longer than the sender may wait for another engine that is late.
+                bucket_timeout_s=self._config.attach_timeout_s + 2 * self._config.bucket_timeout_s,
             )
             for index in range(len(targets))
         ]

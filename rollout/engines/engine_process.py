@@ -2,7 +2,8 @@
 
 Owner: EnginePool. Invariants: the server and all it spawns form one process group, which dies
 with this process (the launcher asks the kernel for that) and is gone after `stop`; whatever
-it leaves on disk lies in its temporary folder, which `stop` removes. A folder whose owner
+it leaves on disk lies in its temporary folder, which `stop` removes, with the semaphores in
+/dev/shm whose owner was killed before it could. A folder whose owner
 was killed is recognised by its free lock, and removed by the next `sweep_folders`.
 """
 
@@ -13,6 +14,7 @@ import collections
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import signal
 import socket
@@ -125,6 +127,7 @@ class EngineProcess:
         self.ended = asyncio.Event()
         self._process = process
         self._folder = folder
+        self._semaphores: set[Path] = set()
         self._waiter = asyncio.create_task(self._wait())
 
     @classmethod
@@ -168,6 +171,7 @@ class EngineProcess:
 
     async def stop(self, timeout_s: float) -> None:
         """Ends the whole group: SIGTERM, then SIGKILL after `timeout_s`. Safe to repeat."""
+        self.note_semaphores()
         if timeout_s > 0 and not self.ended.is_set():
             self._signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
@@ -175,7 +179,19 @@ class EngineProcess:
         self._signal(signal.SIGKILL)
         await self._waiter
         await self._wait_for_group()
+        for path in self._semaphores:
+            path.unlink(missing_ok=True)
         self._folder.close()
+
+    def note_semaphores(self) -> None:
+        """Remembers the group's named semaphores, which outlive a SIGKILL."""
+        for name in os.listdir("/proc"):
+            with contextlib.suppress(ValueError, OSError):  # no process, or it ended meanwhile
+                if os.getpgid(int(name)) == self.pid:
+                    maps = Path("/proc", name, "maps").read_text()
+                    self._semaphores.update(
+                        Path(path) for path in re.findall(r"/dev/shm/sem\.\S+", maps)
+                    )
 
     async def _wait(self) -> None:
         await self._process.wait()

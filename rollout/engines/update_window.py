@@ -148,10 +148,11 @@ class UpdateWindows:
                 f"in hex and a plan with tensors, got digest of {len(plan_digest)} characters, "
                 f"{num_tensors} tensors, {total_bytes} bytes"
             )
+        async with self._pool.control_lock:
+            await self._end_open_window()
         await self._wait_for_engines()
         async with self._pool.control_lock:
-            if self._window is not None:
-                await self._end(self._window, [], "a newer window was opened")
+            await self._end_open_window()
             window = _Window(
                 epoch=self._store.next_window_epoch(),
                 weight_version=weight_version,
@@ -220,6 +221,10 @@ class UpdateWindows:
         version = int(getattr(left, "weight_version"))  # noqa: B009
         logger.warning("update window %d was open when the manager died: closed", epoch)
         self._store.save_window(epoch, version, "closed", {})
+
+    async def _end_open_window(self) -> None:
+        if self._window is not None:
+            await self._end(self._window, [], "a newer window was opened")
 
     def _live(self) -> list[Engine]:
         return [e for e in self._pool.engines.values() if e.state in ("serving", "stale")]

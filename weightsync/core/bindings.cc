@@ -36,9 +36,8 @@ const char* CodeName(StatusCode code) {
 void ThrowUnlessOk(const Status& status) {
   if (status.ok()) return;
   // errors.py holds the table from code to class.
-  py::object error =
-      py::module_::import("weightsync.errors").attr("from_code")(CodeName(status.code),
-                                                                  status.message);
+  py::object error = py::module_::import("weightsync.errors")
+                         .attr("from_code")(CodeName(status.code), status.message);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
   throw py::error_already_set();
 }

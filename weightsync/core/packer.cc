@@ -52,8 +52,8 @@ Status Pack(const std::vector<Piece>& pieces, void* bucket, uint64_t capacity, b
       return Error(StatusCode::kInvalidArgument,
                    "piece " + std::to_string(i) + " at [" + std::to_string(piece.offset) + ", +" +
                        std::to_string(piece.size) + ") overlaps the one before (which ends at " +
-                       std::to_string(end) + ") or leaves a bucket of " +
-                       std::to_string(capacity) + " bytes");
+                       std::to_string(end) + ") or leaves a bucket of " + std::to_string(capacity) +
+                       " bytes");
     }
     end = piece.offset + piece.size;
   }

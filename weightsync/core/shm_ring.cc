@@ -108,11 +108,11 @@ void Mapping::Close() {
 }
 
 Status Mapping::Map(const std::string& name) {
-  void* at = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
+  // All page tables at once: one fault for each page would halve the rate.
+  void* at = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, 0);
   if (at == MAP_FAILED) {
-    return Error(StatusCode::kUnavailable,
-                 "cannot map " + std::to_string(size_) + " bytes of " + name + ": " +
-                     std::strerror(errno));
+    return Error(StatusCode::kUnavailable, "cannot map " + std::to_string(size_) + " bytes of " +
+                                               name + ": " + std::strerror(errno));
   }
   data_ = static_cast<char*>(at);
   return {};
@@ -132,10 +132,9 @@ Status Mapping::Create(const std::string& name, uint64_t size) {
   // Reserves the memory now: a short /dev/shm must be an error here, not a SIGBUS later.
   if (const int code = posix_fallocate(fd_, 0, static_cast<off_t>(size)); code != 0) {
     shm_unlink(("/" + name).c_str());
-    return Error(StatusCode::kUnavailable, "cannot reserve " + std::to_string(size) +
-                                               " bytes in /dev/shm for " + name + ": " +
-                                               std::strerror(code) +
-                                               "; lower bucket_bytes or enlarge /dev/shm");
+    return Error(StatusCode::kUnavailable,
+                 "cannot reserve " + std::to_string(size) + " bytes in /dev/shm for " + name +
+                     ": " + std::strerror(code) + "; lower bucket_bytes or enlarge /dev/shm");
   }
   return Map(name);
 }
@@ -159,12 +158,12 @@ Status RingSender::Create(const std::string& name, const RingOptions& options,
                           std::unique_ptr<RingSender>* sender) {
   if (options.num_receivers == 0 || options.num_receivers > kMaxReceivers ||
       options.num_buffers == 0 || options.num_buffers > kMaxBuffers || options.buffer_bytes == 0) {
-    return Error(StatusCode::kInvalidArgument,
-                 "a ring wants 1.." + std::to_string(kMaxReceivers) + " receivers, 1.." +
-                     std::to_string(kMaxBuffers) + " buffers and buffers with bytes, got " +
-                     std::to_string(options.num_receivers) + ", " +
-                     std::to_string(options.num_buffers) + " and " +
-                     std::to_string(options.buffer_bytes));
+    return Error(StatusCode::kInvalidArgument, "a ring wants 1.." + std::to_string(kMaxReceivers) +
+                                                   " receivers, 1.." + std::to_string(kMaxBuffers) +
+                                                   " buffers and buffers with bytes, got " +
+                                                   std::to_string(options.num_receivers) + ", " +
+                                                   std::to_string(options.num_buffers) + " and " +
+                                                   std::to_string(options.buffer_bytes));
   }
   std::unique_ptr<RingSender> made(new RingSender);
   // A buffer starts on a page, so that tensors in it are aligned.
@@ -274,16 +273,14 @@ Status RingSender::Send(const std::vector<Piece>& pieces, const std::string& lab
     any = any || receiver_state(i) != ReceiverState::kFailed;
   }
   if (!any) {
-    return Error(StatusCode::kUnavailable,
-                 "no receiver is left for " + Named(sequence, label) + "; the first said: " +
-                     receiver_error(0));
+    return Error(StatusCode::kUnavailable, "no receiver is left for " + Named(sequence, label) +
+                                               "; the first said: " + receiver_error(0));
   }
   Packed packed;
-  const Status status = Pack(pieces, BufferAt(mapping_, *header_, sequence),
-                             header_->buffer_bytes, with_checksums_, &packed);
+  const Status status = Pack(pieces, BufferAt(mapping_, *header_, sequence), header_->buffer_bytes,
+                             with_checksums_, &packed);
   if (!status.ok()) return Error(status.code, Named(sequence, label) + ": " + status.message);
-  header_->slots[sequence % num_buffers] = {header_->epoch, sequence, packed.size,
-                                            packed.checksum};
+  header_->slots[sequence % num_buffers] = {header_->epoch, sequence, packed.size, packed.checksum};
   next_ = sequence + 1;
   header_->produced.store(next_, std::memory_order_release);
   return {};
@@ -313,9 +310,9 @@ Status RingReceiver::Attach(const std::string& name, uint64_t epoch, uint32_t in
                                           std::to_string(epoch));
   }
   if (index >= header->num_receivers) {
-    return Error(StatusCode::kInvalidArgument,
-                 "receiver " + std::to_string(index) + " of a ring for " +
-                     std::to_string(header->num_receivers));
+    return Error(StatusCode::kInvalidArgument, "receiver " + std::to_string(index) +
+                                                   " of a ring for " +
+                                                   std::to_string(header->num_receivers));
   }
   made->header_ = header;
   made->index_ = index;
@@ -354,9 +351,9 @@ Status RingReceiver::Next(const std::string& label, double timeout_s, Bucket* bu
   }
   if (ended) return Error(StatusCode::kUnavailable, "the sender gave up before " + name);
   if (dead) {
-    return Error(StatusCode::kUnavailable, "the sender (process " +
-                                               std::to_string(header_->sender_pid) +
-                                               ") ended before " + name);
+    return Error(
+        StatusCode::kUnavailable,
+        "the sender (process " + std::to_string(header_->sender_pid) + ") ended before " + name);
   }
   if (own.left_out.load(std::memory_order_seq_cst) != 0) {
     return Error(StatusCode::kUnavailable, "the sender left this receiver out before " + name +
@@ -373,9 +370,9 @@ Status RingReceiver::Next(const std::string& label, double timeout_s, Bucket* bu
     Checksum checksum;
     checksum.Update(data, slot.size);
     if (const uint64_t got = checksum.Digest(); got != slot.checksum) {
-      return Error(StatusCode::kDataLoss, name + ": checksum " + std::to_string(got) +
-                                              ", wanted " + std::to_string(slot.checksum) +
-                                              " over " + std::to_string(slot.size) + " bytes");
+      return Error(StatusCode::kDataLoss, name + ": checksum " + std::to_string(got) + ", wanted " +
+                                              std::to_string(slot.checksum) + " over " +
+                                              std::to_string(slot.size) + " bytes");
     }
   }
   *bucket = {sequence, data, slot.size};

@@ -89,14 +89,15 @@ class RingSender {
   void Drop(uint32_t receiver, const std::string& reason);
   // Tells receivers to give up now, and ends a wait of Send or Finish. Thread-safe.
   void Abort();
-  // Aborts, waits for a Send or Finish in another thread, and unlinks the segment. Receivers that have it mapped keep reading safely. Safe to repeat.
+  // Aborts, waits for a Send or Finish in another thread, and unlinks the segment. Receivers that
+  // have it mapped keep reading safely. Safe to repeat.
   void Close();
 
   const std::string& name() const { return name_; }
   ReceiverState receiver_state(uint32_t receiver) const;
   std::string receiver_error(uint32_t receiver) const;
   uint64_t num_consumed(uint32_t receiver) const;  // buckets that it released
-  // Whether it may have read a bucket. Final once the receiver failed or Abort was called.
+  // Whether it may have read a bucket. If false after Abort, it never will.
   bool was_touched(uint32_t receiver) const;
 
  private:

@@ -1,0 +1,102 @@
+"""A process that takes weights as an engine does: the real loader behind one HTTP call.
+
+Owner: tests and the bench here. The model is plain torch and loads by name; what SGLang does
+with the tensors is not shown (rollout/engines/engine_update_test.py does that). It listens on a
+port of its choice and prints it; GET /weights gives a digest of each parameter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import hashlib
+import os
+import pickle
+from collections.abc import Iterable, Mapping
+
+import torch
+from aiohttp import web
+
+from weightsync import sglang_loader
+
+
+class PlainModel(torch.nn.Module):
+    """Parameters by name, each loaded as it is."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.by_name = {
+            name: torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+            for name, shape in shapes.items()
+        }
+        for index, parameter in enumerate(self.by_name.values()):
+            self.register_parameter(f"p{index}", parameter)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """As SGLang's models: unknown names are skipped without a word."""
+        for name, tensor in weights:
+            if name in self.by_name:
+                self.by_name[name].copy_(tensor)
+
+
+def make_weights(num_tensors: int, num_elements: int, seed: int) -> dict[str, torch.Tensor]:
+    """float32 tensors of odd sizes, equal for equal arguments."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"layer.{i}.weight": torch.randn(num_elements + i % 7, generator=generator)
+        for i in range(num_tensors)
+    }
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Hex SHA-256 of a tensor's bytes."""
+    return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
+
+
+def main() -> None:
+    """Serves until killed; --die-in-update kills itself before its second bucket."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--num-tensors", type=int, default=20)
+    parser.add_argument("--num-elements", type=int, default=1000)
+    parser.add_argument("--die-in-update", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    weights = make_weights(arguments.num_tensors, arguments.num_elements, 0)
+    model = PlainModel({n: tuple(t.shape) for n, t in weights.items()}, torch.float32)
+    num_loads = 0
+
+    def load_weights(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        nonlocal num_loads
+        num_loads += 1
+        if arguments.die_in_update and num_loads == 2:
+            os._exit(9)
+        PlainModel.load_weights(model, tensors)
+
+    model.load_weights = load_weights  # type: ignore[method-assign]
+
+    async def update(request: web.Request) -> web.Response:
+        (payload,) = (await request.json())["serialized_named_tensors"]
+        # Our own test's bytes, as SGLang's server reads them.
+        named = pickle.loads(base64.b64decode(payload))
+        await asyncio.to_thread(sglang_loader.load, model, named)
+        return web.Response(text="ok")
+
+    async def show(_request: web.Request) -> web.Response:
+        return web.json_response({name: digest(p) for name, p in model.by_name.items()})
+
+    async def serve() -> None:
+        app = web.Application(client_max_size=2**30)
+        app.add_routes([web.post("/update_weights_from_tensor", update), web.get("/weights", show)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        print(runner.addresses[0][1], flush=True)
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Whole transfers between processes: the real publisher, ring and loader, engines that are plain.
+
+The manager is a list of targets here; its windows are tested in rollout/engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+
+from proto import rollout_pb2 as pb
+from weightsync import _core, errors
+from weightsync.config import WeightSyncConfig
+from weightsync.fake_engine import digest, make_weights
+from weightsync.publisher import SEGMENT_PREFIX, WeightPublisher
+
+CONFIG = WeightSyncConfig(
+    bucket_bytes=16 * 1024, bucket_timeout_s=2.0, verify_timeout_s=2.0, attach_timeout_s=2.0
+)
+
+
+class Engine:
+    def __init__(self, *flags: str) -> None:
+        command = [sys.executable, "-P", "-m", "weightsync.fake_engine", *flags]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.url = f"http://127.0.0.1:{int(self.process.stdout.readline())}"
+
+    async def weights(self) -> dict[str, str]:
+        async with aiohttp.ClientSession() as session, session.get(self.url + "/weights") as answer:
+            return dict(await answer.json())
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+class Manager:
+    """The two window calls, over a list of engines."""
+
+    def __init__(self, urls: list[str]) -> None:
+        self.urls = urls
+        self.epoch = 0
+        self.closed: list[pb.CloseUpdateWindowRequest] = []
+
+    async def open_update_window(self, request):
+        assert len(request.plan_digest) == 64
+        self.epoch += 1
+        reply = pb.OpenUpdateWindowReply(epoch=self.epoch)
+        for index, url in enumerate(self.urls):
+            reply.targets.add(engine=f"engine{index}", url=url)
+        return reply
+
+    async def close_update_window(self, request):
+        self.closed.append(request)
+        serving = [r.engine for r in request.results if r.complete]
+        return pb.CloseUpdateWindowReply(engines_serving=serving)
+
+    def flags(self) -> list[tuple[bool, bool]]:
+        """(complete, touched) of each engine in the last window."""
+        return [(r.complete, r.touched) for r in self.closed[-1].results]
+
+
+def segments() -> list[Path]:
+    return list(Path("/dev/shm").glob(f"{SEGMENT_PREFIX}{os.getpid()}_*"))
+
+
+@pytest.fixture
+def engines() -> Iterator[list[Engine]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(Engine()) for _ in range(2)]
+    assert not segments()
+
+
+async def test_every_engine_gets_every_tensor(engines):
+    manager = Manager([e.url for e in engines])
+    publisher = WeightPublisher(CONFIG, manager)
+    for version in (1, 2):
+        weights = make_weights(20, 1000, version)
+        result = await publisher.publish(list(weights.items()), version)
+        assert result.engines == ("engine0", "engine1")
+        assert result.num_bytes == sum(t.nbytes for t in weights.values())
+        assert all(r.complete for r in result.per_engine.values())
+        for engine in engines:
+            assert await engine.weights() == {n: digest(t) for n, t in weights.items()}
+
+
+async def test_views_that_are_not_contiguous_arrive_as_they_read(engines):
+    weights = make_weights(20, 1000, 1)
+    strided = {n: torch.stack([t, t], dim=1)[:, 0] for n, t in weights.items()}
+    assert not strided["layer.0.weight"].is_contiguous()
+    publisher = WeightPublisher(CONFIG, Manager([engines[0].url]))
+    await publisher.publish(strided.items(), 1)
+    assert await engines[0].weights() == {n: digest(t) for n, t in weights.items()}
+
+
+async def test_an_engine_that_dies_half_way_does_not_stop_the_other(engines):
+    with Engine("--die-in-update") as dying:
+        manager = Manager([dying.url, engines[0].url])
+        weights = make_weights(20, 1000, 3)
+        result = await WeightPublisher(CONFIG, manager).publish(weights.items(), 3)
+    assert result.engines == ("engine1",)
+    assert manager.flags() == [(False, True), (True, True)]
+    assert dying.url in result.per_engine["engine0"].error
+    assert await engines[0].weights() == {n: digest(t) for n, t in weights.items()}
+
+
+async def test_an_engine_that_is_not_there_is_untouched(engines):
+    manager = Manager(["http://127.0.0.1:1", engines[0].url])
+    weights = make_weights(20, 1000, 4)
+    result = await WeightPublisher(CONFIG, manager).publish(weights.items(), 4)
+    assert result.engines == ("engine1",)
+    assert manager.flags() == [(False, False), (True, True)]
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown", "dtype"])
+async def test_tensors_that_are_not_the_models_are_refused_untouched(engines, change):
+    weights = make_weights(20, 1000, 5)
+    if change == "missing":
+        del weights["layer.3.weight"]
+    elif change == "unknown":
+        weights["layer.99.weight"] = torch.zeros(3)
+    else:
+        weights = {n: t.to(torch.bfloat16) for n, t in weights.items()}
+    before = await engines[0].weights()
+    manager = Manager([engines[0].url])
+    with pytest.raises(errors.PublishError, match="engine0: PlanMismatchError"):
+        await WeightPublisher(CONFIG, manager).publish(weights.items(), 5)
+    assert manager.flags() == [(False, False)]
+    assert await engines[0].weights() == before
+
+
+async def test_an_engine_that_stops_reading_is_given_up_in_time(engines):
+    manager = Manager([e.url for e in engines])
+    publisher = WeightPublisher(CONFIG, manager)
+    engines[0].process.send_signal(signal.SIGSTOP)
+    try:
+        result = await publisher.publish(make_weights(20, 1000, 6).items(), 6)
+    finally:
+        engines[0].process.send_signal(signal.SIGCONT)
+    assert result.engines == ("engine1",)
+    assert manager.flags() == [(False, False), (True, True)]
+    assert "bucket 2 (" in result.per_engine["engine0"].error
+    # Awake again, it finds the transfer over and stays as it was.
+    assert await engines[0].weights() == {
+        n: digest(torch.zeros_like(t)) for n, t in make_weights(20, 1000, 0).items()
+    }
+
+
+async def test_a_cancelled_publication_closes_its_window(engines):
+    manager = Manager([engines[0].url])
+    engines[0].process.send_signal(signal.SIGSTOP)
+    task = asyncio.create_task(
+        WeightPublisher(CONFIG, manager).publish(make_weights(20, 1000, 7).items(), 7)
+    )
+    await asyncio.sleep(0.3)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    engines[0].process.send_signal(signal.SIGCONT)
+    assert manager.flags() == [(False, False)]
+
+
+async def test_a_plan_that_cannot_be_sent_opens_no_window():
+    manager = Manager([])
+    with pytest.raises(ValueError, match="bucket_bytes"):
+        await WeightPublisher(CONFIG, manager).publish([("a", torch.zeros(100_000))], 1)
+    assert manager.epoch == 0
+
+
+def test_the_receiver_of_a_killed_sender_notices_and_its_segment_is_swept():
+    script = f"""
+        import array, os, signal, sys
+        from weightsync import _core
+        ring = _core.RingSender(name="{SEGMENT_PREFIX}killed", epoch=1, num_receivers=1,
+                                num_buffers=2, buffer_bytes=64, with_checksums=True)
+        data = bytearray(b"x" * 64)
+        address = (array.array("Q", [0]).buffer_info())
+        import ctypes
+        at = ctypes.addressof(ctypes.c_char.from_buffer(data))
+        ring.send(array.array("Q", [at, 64, 0]), "first", 1.0)
+        print("ready", flush=True)
+        sys.stdin.read()
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    command = [sys.executable, "-P", "-c", textwrap.dedent(script)]
+    sender = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert sender.stdout is not None
+    assert sender.stdin is not None
+    assert sender.stdout.readline() == "ready\n"
+    receiver = _core.RingReceiver(name=SEGMENT_PREFIX + "killed", epoch=1, index=0)
+    view = receiver.next("first", 1.0)
+    assert bytes(view) == b"x" * 64
+    receiver.release()
+    assert Path("/dev/shm", SEGMENT_PREFIX + "killed").exists()
+    sender.stdin.close()
+    sender.wait()
+    sender.stdout.close()
+    with pytest.raises(errors.PeerLostError, match="ended before bucket 1 \\(second\\)"):
+        receiver.next("second", 30.0)
+    WeightPublisher(CONFIG, Manager([]))  # a start of the next sender sweeps
+    assert not Path("/dev/shm", SEGMENT_PREFIX + "killed").exists()
+
+
+@pytest.mark.parametrize("code", sorted(errors.CODES))
+def test_each_code_of_the_core_has_its_class(code):
+    error = errors.from_code(code, "why")
+    assert type(error) is errors.CODES[code]
+    assert str(error) == "why"
+
+
+def test_codes_reach_python_as_their_classes():
+    with pytest.raises(errors.PeerLostError, match="cannot open the segment"):
+        _core.RingReceiver(name=SEGMENT_PREFIX + "none", epoch=1, index=0)
+    with pytest.raises(errors.RingArgumentError, match="receivers"):
+        _core.RingSender(
+            name=SEGMENT_PREFIX + "bad",
+            epoch=1,
+            num_receivers=0,
+            num_buffers=2,
+            buffer_bytes=64,
+            with_checksums=True,
+        )
+    ring = _core.RingSender(
+        name=f"{SEGMENT_PREFIX}{os.getpid()}_epoch",
+        epoch=1,
+        num_receivers=1,
+        num_buffers=2,
+        buffer_bytes=64,
+        with_checksums=True,
+    )
+    with pytest.raises(errors.EpochFencedError, match="is of epoch 1, wanted 2"):
+        _core.RingReceiver(name=ring.name, epoch=2, index=0)
+    receiver = _core.RingReceiver(name=ring.name, epoch=1, index=0)
+    with pytest.raises(errors.TransferTimeoutError, match="bucket 0 \\(late\\)"):
+        receiver.next("late", 0.01)
+    ring.close()
+    assert ring.state(0) == _core.ReceiverState.FAILED
