@@ -10,7 +10,7 @@ before anything is started.
 from __future__ import annotations
 
 import shutil
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -49,15 +49,18 @@ class Deployment:
         with_trainer: bool = True,
         serve_model: Path | None = None,
         only_broker: bool = False,
+        images: Sequence[str] = ("toy",),
     ) -> None:
         """Checks every setting. Raises UsageError; nothing is started or written yet.
 
         Without a trainer there are engines only for serve_model, a Hugging Face folder whose
-        weights they serve as they are. only_broker starts nothing else.
+        weights they serve as they are. only_broker starts nothing else. images: the layers in the run
+        directory that the broker offers.
         """
         self._recipe, self._run = recipe, run
         self._with_trainer, self._serve_model = with_trainer, serve_model
         self._only_broker = only_broker
+        self._images = tuple(images)
         fleet = recipe.fleet
         self._gateways = [f"gateway-{i}" for i in range(fleet.num_gateways)]
         self._workers = [f"worker-{i}" for i in range(fleet.num_workers)]
@@ -92,7 +95,7 @@ class Deployment:
     def _sandbox_config(self) -> BaseModel:
         images = {
             name: {"base": "host", "layers": [str(self._run.layers / name)]}
-            for name in ("toy", "pypi")
+            for name in self._images
         }
         defaults = {"images": images, "state_dir": str(self._scratch / "sandboxes")}
         return validated(BrokerConfig, _merged(defaults, self._recipe.sandbox), "[sandbox]")

@@ -32,6 +32,7 @@ from launch.evaluation import evaluate, is_evaluated
 from launch.monitor import Monitor
 from launch.recipe import Recipe
 from launch.run_directory import RunDirectory, write_json
+from launch.task_index import add_tasks, read_index
 from proto import rollout_pb2, trainer_pb2
 from rollout.client import DeadlineError, RolloutClient, UnavailableError
 from trainer.client import TrainerClient
@@ -86,7 +87,7 @@ class Job:
 
     async def _stages(self, rollout: RolloutClient, trainer: TrainerClient) -> None:
         recipe, data = self._recipe, self._run.data
-        await self._add_tasks(rollout)
+        await add_tasks(rollout, read_index(self._run.tasks / "index.json"))
         pretrain, sft = trainer_pb2.STAGE_KIND_PRETRAIN, trainer_pb2.STAGE_KIND_SFT
         rows = data / "pretrain.sequences"
         await self._train(trainer, pretrain, "pretrain", recipe.pretrain.num_steps, rows)
@@ -99,15 +100,6 @@ class Job:
         await self._evaluate(rollout, trainer, "rl")
         async with self._step("finish"):
             await self._finish(rollout, trainer)
-
-    async def _add_tasks(self, rollout: RolloutClient) -> None:
-        pools: dict[str, list[rollout_pb2.Task]] = {}
-        for entry in json.loads((self._run.tasks / "index.json").read_text()):
-            task = rollout_pb2.Task(task_id=entry["task_id"], path=entry["path"])
-            pools.setdefault(entry["pool"], []).append(task)
-        for pool, tasks in pools.items():
-            number = rollout_pb2.Pool.Value(f"POOL_{pool.upper()}")
-            await rollout.add_tasks(rollout_pb2.AddTasksRequest(pool=number, tasks=tasks))
 
     async def _train(
         self,

@@ -22,10 +22,9 @@ from launch.evaluation import evaluate, evaluation_name
 from launch.intervals import pass_at_1
 from launch.recipe import load_recipe
 from launch.run_directory import RunDirectory, write_json
+from launch.task_index import IndexedTask, add_tasks, read_index
 from proto import rollout_pb2
-from rollout.client import RolloutClient
 
-_PYPI_TASKS = Path("~/.cache/swe_rl/tasks/pypi").expanduser()
 _NUM_TOY_TASKS = 24
 _TIMEOUT_S = 1800.0
 
@@ -71,12 +70,14 @@ async def evaluate_tasks(
     run = RunDirectory((workdir / recipe.run.directory / name).absolute())
     run.create()
     run.lock()
+    # A task set given by path may use either image; the pypi layer costs a download once.
+    images = ("toy",) if tasks == "toy" else ("toy", "pypi")
     try:
+        await programs.layers(run, *images)
         index = await _index(tasks, workdir, run)
-        _refuse_missing(index)
-        deployment = Deployment(recipe, run, with_trainer=False, serve_model=model)
+        deployment = Deployment(recipe, run, with_trainer=False, serve_model=model, images=images)
         async with deployment.running() as (rollout, _):
-            await _add(rollout, index)
+            await add_tasks(rollout, index, pool="test")
             work = evaluate(
                 rollout,
                 run.metrics,
@@ -105,10 +106,14 @@ async def validate_tasks(
     _, recipe = load_recipe("smoke")
     run = RunDirectory((workdir / "runs" / f"validate-{time.strftime('%Y%m%d-%H%M%S')}").absolute())
     run.create()
-    path = index or _PYPI_TASKS / "index.json"
-    entries = await _pypi_index(run) if index is None else _read_index(index)
-    _refuse_missing(entries)
-    deployment = Deployment(recipe, run, with_trainer=False, only_broker=True)
+    if index is None:
+        await _pypi_index(run)
+    else:
+        read_index(index)
+    path = index or run.tasks / "index.json"
+    images = ("toy", "pypi")
+    await programs.layers(run, *images)
+    deployment = Deployment(recipe, run, with_trainer=False, only_broker=True, images=images)
     result = out or run.metrics / "validation.json"
     async with deployment.running():
         arguments = ("--index", path, "--broker", deployment.broker_address, "--json", result)
@@ -122,55 +127,24 @@ async def validate_tasks(
     console.print(f"results: {result}", highlight=False, soft_wrap=True)
 
 
-async def _index(tasks: str, workdir: Path, run: RunDirectory) -> list[dict[str, Any]]:
+async def _index(tasks: str, workdir: Path, run: RunDirectory) -> list[IndexedTask]:
     log = run.logs / "prepare.log"
-    await programs.layers(run, "toy")
     if tasks == "pypi":
         return await _pypi_index(run)
     if tasks == "toy":
         counts = ("--train", 1, "--dev", 1, "--test", _NUM_TOY_TASKS)
-        await programs.run_program(
-            "rollout.tasks.toy", "--out", run.tasks, *counts, "--seed", 0, log=log
-        )
-        entries: list[dict[str, Any]] = json.loads((run.tasks / "index.json").read_text())
-        return [entry for entry in entries if entry["pool"] == "test"]
-    return _read_index(workdir / tasks)
+        arguments = ("--out", run.tasks, *counts, "--seed", 0)
+        await programs.run_program("rollout.tasks.toy", *arguments, log=log)
+        return [task for task in read_index(run.tasks / "index.json") if task.pool == "test"]
+    return read_index(workdir / tasks)
 
 
-def _read_index(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise UsageError(
-            f"no task set {path.name!r}: want pypi, toy, or the path of an index.json "
-            "(`swe_rl tasks build` makes one)"
-        )
-    try:
-        loaded: list[dict[str, Any]] = json.loads(path.read_text())
-    except ValueError as error:
-        raise UsageError(f"{path} is not a JSON task index: {error}") from error
-    return loaded
-
-
-async def _pypi_index(run: RunDirectory) -> list[dict[str, Any]]:
-    log = run.logs / "prepare.log"
-    await programs.layers(run, "pypi")
-    _PYPI_TASKS.mkdir(parents=True, exist_ok=True)
-    await programs.run_program("rollout.tasks.pypi", "--out", _PYPI_TASKS, log=log)
-    entries: list[dict[str, Any]] = json.loads((_PYPI_TASKS / "index.json").read_text())
-    return entries
-
-
-def _refuse_missing(index: list[dict[str, Any]]) -> None:
-    missing = [entry["path"] for entry in index if not Path(entry["path"], "task.toml").exists()]
-    if missing:
-        raise UsageError(
-            f"task directory {missing[0]} is missing or holds no task.toml "
-            f"({len(missing)} of {len(index)} tasks): build the task set again"
-        )
-
-
-async def _add(rollout: RolloutClient, index: list[dict[str, Any]]) -> None:
-    tasks = [rollout_pb2.Task(task_id=entry["task_id"], path=entry["path"]) for entry in index]
-    await rollout.add_tasks(rollout_pb2.AddTasksRequest(pool=rollout_pb2.POOL_TEST, tasks=tasks))
+async def _pypi_index(run: RunDirectory) -> list[IndexedTask]:
+    """Task folders below the run: they cost half a second once the sources are cached."""
+    await programs.run_program(
+        "rollout.tasks.pypi", "--out", run.tasks, log=run.logs / "prepare.log"
+    )
+    return read_index(run.tasks / "index.json")
 
 
 def _print(result: dict[str, Any], run: RunDirectory, console: Console) -> None:

@@ -25,7 +25,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import aiohttp
 
@@ -269,10 +269,24 @@ def _result(
 
 def _serialize(descriptor: Descriptor) -> str:
     """As SGLang's server wants it: base64 of a pickled list of named tensors."""
-    import torch
+    named = [(TENSOR_NAME, _PickledBytes(descriptor.encode()))]
+    return base64.b64encode(pickle.dumps(named)).decode()
 
-    tensor = torch.frombuffer(bytearray(descriptor.encode()), dtype=torch.uint8)
-    return base64.b64encode(pickle.dumps([(TENSOR_NAME, tensor)])).decode()
+
+class _PickledBytes:
+    """Bytes that unpickle as a uint8 tensor, by a constructor on SGLang's allow-list.
+
+    A tensor's own reduction is not used: megatron-core, where it is imported, replaces it by a
+    function of its own, which the engine refuses to load.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        import torch
+
+        return torch.ByteTensor, (list(self._data),)
 
 
 def _close_request(
