@@ -16,7 +16,9 @@ from weightsync.descriptor import TENSOR_NAME, Descriptor
 def test_the_payload_names_only_what_the_engine_allows():
     descriptor = Descriptor(3, 7, "segment", 0, {"tensors": []}, "digest", 5.0)
     payload = base64.b64decode(publisher._serialize(descriptor))
-    strings = [argument for op, argument, _ in pickletools.genops(payload) if op.name.endswith("UNICODE")]
+    strings = [
+        argument for op, argument, _ in pickletools.genops(payload) if op.name.endswith("UNICODE")
+    ]
     assert strings == [TENSOR_NAME, "torch", "ByteTensor"]
     ((name, tensor),) = pickle.loads(payload)
     assert name == TENSOR_NAME

@@ -24,8 +24,13 @@ from weightsync import sglang_loader
 class PlainModel(torch.nn.Module):
     """Parameters by name, each loaded as it is."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, die_at_load: int = 0
+    ) -> None:
+        """`die_at_load` counts load_weights from 1; 0: live."""
         super().__init__()
+        self._die_at_load = die_at_load
+        self._num_loads = 0
         self.by_name = {
             name: torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
             for name, shape in shapes.items()
@@ -35,6 +40,9 @@ class PlainModel(torch.nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """As SGLang's models: unknown names are skipped without a word."""
+        self._num_loads += 1
+        if self._num_loads == self._die_at_load:
+            os._exit(9)
         for name, tensor in weights:
             if name in self.by_name:
                 self.by_name[name].copy_(tensor)
@@ -63,17 +71,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     weights = make_weights(arguments.num_tensors, arguments.num_elements, 0)
-    model = PlainModel({n: tuple(t.shape) for n, t in weights.items()}, torch.float32)
-    num_loads = 0
-
-    def load_weights(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        nonlocal num_loads
-        num_loads += 1
-        if arguments.die_in_update and num_loads == 2:
-            os._exit(9)
-        PlainModel.load_weights(model, tensors)
-
-    model.load_weights = load_weights  # type: ignore[method-assign]
+    model = PlainModel(
+        {n: tuple(t.shape) for n, t in weights.items()},
+        torch.float32,
+        die_at_load=2 if arguments.die_in_update else 0,
+    )
 
     async def update(request: web.Request) -> web.Response:
         (payload,) = (await request.json())["serialized_named_tensors"]
