@@ -402,7 +402,7 @@ class RolloutManager:
             await asyncio.sleep(self.config.tick_s)
             try:
                 self.tick()
-            except Exception:
+            except Exception:  # noqa: BLE001
                 # A full disk, say, must not end the sweeps for good; the next one may succeed.
                 _LOG.exception("sweep failed")
 

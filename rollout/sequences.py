@@ -17,6 +17,7 @@ Prompt ids are 0. An id shared by branches is trained in the first of them only.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -240,7 +241,7 @@ def _spans(chain: _Chain) -> list[tpb.VersionSpan]:
     bounds = [0, *edges.tolist(), len(sampled)]
     return [
         tpb.VersionSpan(weight_version=int(sampled[start]), start=start, end=end)
-        for start, end in zip(bounds, bounds[1:], strict=False)
+        for start, end in itertools.pairwise(bounds)
         if end > start and sampled[start] > 0
     ]
 
