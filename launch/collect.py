@@ -5,8 +5,10 @@ Owner of `metrics/attempts.jsonl` and `metrics/counters.json`.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from launch.deploy import Deployment
 
 _HTTP_TIMEOUT_S = 10.0
+_SETTLE_S = 2.5
+"""More than twice the default interval at which the manager polls its engines."""
+_SETTLE_TIMEOUT_S = 20.0
 _PARTS = ("environment", "model", "tool", "verifier", "overhead")
 
 
@@ -70,14 +75,20 @@ async def compare_counters(
     rollout: RolloutClient, deployment: Deployment, evaluations: dict[str, Any]
 ) -> dict[str, dict[str, int]]:
     """Model calls, sampled tokens and execs as gateway, engine, manager, harness and broker saw them."""
-    manager = await rollout.get_status()
+    manager = await _settled_status(rollout)
     summaries = list(await rollout.list_attempts())
     for name in evaluations:
         summaries += await rollout.list_attempts(evaluation=name)
-    gateways = [await _gateway_counters(url) for url in deployment.gateway_urls]
     broker = (await deployment.sandbox_status()).counters
+    execs = {
+        "broker": broker.num_execs,
+        "harness": sum(s.report.num_execs for s in summaries),
+    }
+    if not deployment.serves_model:
+        return {"execs": execs}
+    gateways = [await _gateway_counters(url) for url in deployment.gateway_urls]
     gateway = {
-        key: sum(int(g[key]) for g in gateways)
+        key: sum(int(counts[key]) for counts in gateways)
         for key in ("num_generate_calls", "num_sampled_tokens", "num_answered")
     }
     return {
@@ -95,11 +106,21 @@ async def compare_counters(
             "gateway": gateway["num_answered"],
             "harness": sum(s.report.num_model_calls for s in summaries),
         },
-        "execs": {
-            "broker": broker.num_execs,
-            "harness": sum(s.report.num_execs for s in summaries),
-        },
+        "execs": execs,
     }
+
+
+async def _settled_status(rollout: RolloutClient) -> rollout_pb2.GetStatusReply:
+    """The manager's status once the engines' own counts, which it polls, stand still."""
+    seen: list[tuple[int, int]] = []
+    deadline = time.monotonic() + _SETTLE_TIMEOUT_S
+    while True:
+        status = await rollout.get_status()
+        counts = [(e.num_requests, e.num_generated_tokens) for e in status.engines]
+        if counts == seen or time.monotonic() > deadline:
+            return status
+        seen = counts
+        await asyncio.sleep(_SETTLE_S)
 
 
 async def _gateway_counters(url: str) -> dict[str, Any]:

@@ -87,6 +87,11 @@ class Deployment:
         return self._address("broker")
 
     @property
+    def serves_model(self) -> bool:
+        """True when there are engines and gateways: something may ask the policy."""
+        return self._with_trainer or self._serve_model is not None
+
+    @property
     def _model(self) -> Path:
         return self._serve_model or self._run.model
 
@@ -106,7 +111,7 @@ class Deployment:
         engines: dict[str, Any] = {"python": PYTHON["engine"], "model_path": str(self._model)}
         if self._serve_model is not None:
             engines["load_format"] = "auto"
-        elif not self._with_trainer:
+        elif not self.serves_model:
             engines["num_engines"] = 0
         defaults = {
             "run_dir": str(self._run.root),
@@ -184,9 +189,9 @@ class Deployment:
         specs.append(self._server("manager", "rollout.server"))
         if self._with_trainer:
             specs.append(self._server("trainer", "trainer.server"))
-        specs += [
-            self._server(name, "rollout.gateway.app", config="gateway") for name in self._gateways
-        ]
+        if self.serves_model:
+            module = "rollout.gateway.app"
+            specs += [self._server(name, module, config="gateway") for name in self._gateways]
         specs += [self._worker(name) for name in self._workers]
         return specs
 

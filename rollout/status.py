@@ -53,6 +53,7 @@ def manager_status(manager: RolloutManager) -> pb.GetStatusReply:
             num_requests=engine.num_requests,
             num_generated_tokens=engine.num_generated_tokens,
             num_restarts=engine.num_restarts,
+            detail=engine.detail,
         )
     return reply
 

@@ -22,7 +22,7 @@ def test_scripted_agents(tmp_path, agent, reward):
     (evaluation,) = evaluations.values()
     tasks = evaluation["tasks"]
     assert len(tasks) >= _MIN_TASKS
-    assert len({task["task_id"].split(".")[0] for task in tasks}) >= _MIN_PACKAGES
+    assert len({task["task_id"].split("-")[1] for task in tasks}) >= _MIN_PACKAGES
     for task in tasks:
         assert task["causes"] == ["submitted"], task
         assert task["rewards"] == [reward], task

@@ -34,6 +34,7 @@ from harbor.environments.capabilities import (
 from rollout.harness.attempt_record import AttemptRecord, Phase
 from rollout.harness.changes import pack
 from rollout.harness.config import HarnessConfig
+from rollout.harness.errors import TaskFormatError
 from rollout.harness.sandbox_session import SandboxSession
 from rollout.harness.task_folder import LOG_DIRS, TaskFolder, Tree, read_file, read_tree
 from sandbox.client import ExecResult as ClientExecResult
@@ -177,6 +178,9 @@ class BrokerEnvironment(BaseEnvironment):
                 user="" if resolved in (None, 0, "root") else str(resolved),
                 merge_output=merge_output,
             )
+        except (TaskFormatError, UnicodeEncodeError):
+            self.record.num_execs[self.record.phase] -= 1  # refused: it never reached a sandbox
+            raise
         except HealthcheckError:
             self.record.failed_phase = self.record.failed_phase or self.record.phase.value
             raise
