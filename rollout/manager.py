@@ -21,13 +21,11 @@ transition notifies. `tick` requeues expired leases and gives up lost tickets.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from proto import rollout_pb2 as pb
 from proto import trajectory_pb2 as tpb
-from rollout import sequences
 from rollout.attempt_table import Attempt, AttemptTable, GroupRules
 from rollout.batch_table import BatchTable, Rewound
 from rollout.config import RolloutConfig
@@ -40,17 +38,16 @@ from rollout.engines.update_window import (
 )
 from rollout.errors import (
     BadRequestError,
-    CapExceededError,
     ConflictError,
     DeadlineError,
     FencedError,
-    NotFoundError,
     RolloutError,
     UnavailableError,
 )
 from rollout.evaluations import Evaluations
 from rollout.group_filter import CauseKind, cause_kind
 from rollout.ledger import Ledger
+from rollout.sessions import Sessions
 from rollout.staleness_gate import StalenessGate
 from rollout.token_store import TokenStore
 from rollout.turn_admission import Grant, TurnAdmission
@@ -86,6 +83,7 @@ class RolloutManager:
         self.attempts = AttemptTable(ledger, rules, make_key)
         self.batches = BatchTable(ledger, self.attempts)
         self.evaluations = Evaluations(ledger, self.attempts)
+        self.sessions = Sessions(config, self.attempts, self.evaluations, tokens)
         self.admission = TurnAdmission(config.scheduler, monotonic)
         self.windows = UpdateWindows(pool, ledger, config.engines, monotonic)
         self._gate = StalenessGate(config.max_staleness, config.batch_groups)
@@ -175,32 +173,10 @@ class RolloutManager:
 
     # ---- gateways
 
-    def session(self, session_key: str) -> tuple[Attempt, tpb.SamplingParams]:
-        """The attempt of a session key, and how it samples."""
-        attempt = self.attempts.by_session(session_key)
-        sampling = self.config.sampling
-        temperature = sampling.temperature
-        if attempt.evaluation:
-            temperature = self.evaluations.get(attempt.evaluation).temperature
-        return attempt, tpb.SamplingParams(
-            temperature=temperature,
-            banned_token_ids=sorted(set(sampling.banned_token_ids)),
-            stop_token_ids=sorted(set(sampling.stop_token_ids)),
-        )
-
-    def caps(self) -> tpb.TokenCaps:
-        """Limits of every attempt."""
-        return tpb.TokenCaps(**self.config.caps.model_dump())
-
-    def turns(self, attempt: Attempt) -> Iterator[tpb.TurnRecord]:
-        """Durable turns of the attempt's present try, in order."""
-        for location in self.attempts.turn_locations(attempt.attempt_id, attempt.epoch):
-            yield tpb.TurnRecord.FromString(self._tokens.read(location))
-
     async def admit_turn(self, request: pb.AdmitTurnRequest, timeout_s: float) -> Grant:
         """Checks ownership and caps, then waits for an engine."""
         attempt = self.attempts.held(request.attempt_id, request.epoch)
-        self._check_caps(attempt, request)
+        self.sessions.check_caps(attempt, request)
         if attempt.evaluation:
             priority = self.config.group_size
         else:
@@ -224,27 +200,19 @@ class RolloutManager:
             ConflictError: another turn stands at this index.
         """
         attempt = self.attempts.held(turn.attempt_id, epoch)
-        payload = turn.SerializeToString(deterministic=True)
-        digest = hashlib.sha256(payload).digest()
-        known = self.attempts.turn_digest(attempt.attempt_id, epoch, turn.turn_index)
-        if known is not None:
-            if known != digest:
-                raise ConflictError(
-                    f"attempt {attempt.attempt_id} has another turn {turn.turn_index}; "
-                    "load the session again"
-                )
-            return
-        if turn.turn_index != attempt.num_turns:
-            raise BadRequestError(
-                f"attempt {attempt.attempt_id}: got turn {turn.turn_index}, wanted "
-                f"{attempt.num_turns}; load the session again"
+        if violation := self.sessions.pin_violation(attempt, turn):
+            self._end_try(
+                attempt, CauseKind.INFRASTRUCTURE, tpb.CAUSE_INTERRUPTED, None, b"", violation
             )
-        summary = sequences.check_turn(turn, self._parent_length(attempt, turn))
-        if attempt.evaluation:
-            self._check_pinned(attempt, turn)
-        location = self._tokens.append(attempt.attempt_id, payload)
-        self.attempts.add_turn(attempt, turn.turn_index, digest, summary, location)
-        self.admission.finish(ticket_id, summary.total_length)
+            raise FencedError(
+                f"attempt {attempt.attempt_id} of evaluation {attempt.evaluation} was {violation}: "
+                "this try is void"
+            )
+        total_length = self.sessions.append(attempt, turn)
+        if total_length is None:
+            self.admission.release(ticket_id)
+        else:
+            self.admission.finish(ticket_id, total_length)
 
     async def release_ticket(self, ticket_id: str, engine_failed: bool, detail: str) -> None:
         """Gives a ticket back; a failed engine is checked, and restarted if need be."""
@@ -349,19 +317,6 @@ class RolloutManager:
             return
         for attempt_id in self.batches.take_deletable(oldest_kept_step):
             self._tokens.delete(attempt_id)
-
-    def training_sequences(self, attempt_id: str) -> list[tpb.TokenSequence]:
-        """The branches of a finished attempt."""
-        attempt = self.attempts.get(attempt_id)
-        if attempt.state != "finished":
-            raise NotFoundError(f"attempt {attempt_id} is {attempt.state}: not finished yet")
-        branches, _ = sequences.build_sequences(list(self.turns(attempt)))
-        for branch in branches:
-            branch.group_id, branch.task_id = attempt.group_id, attempt.task_id
-            branch.cause = tpb.Cause.ValueType(attempt.cause)
-            if attempt.reward is not None:
-                branch.reward = attempt.reward
-        return branches
 
     async def open_window(self, request: pb.OpenUpdateWindowRequest) -> OpenedWindow:
         """Pauses the scheduler and the engines for a new version.
@@ -476,7 +431,7 @@ class RolloutManager:
         if retry:
             self.attempts.requeue(attempt, cause, evidence, self._clock(), spend_retry=True)
         else:
-            _, totals = sequences.build_sequences(list(self.turns(attempt)))
+            totals = self.sessions.totals(attempt)
             verdict = self.attempts.finish(
                 attempt, cause, reward, report, evidence, totals, self._clock()
             )
@@ -486,52 +441,6 @@ class RolloutManager:
         self.admission.end_session(_session_id(attempt))
         self.waiters.notify()
         return retry
-
-    def _check_caps(self, attempt: Attempt, request: pb.AdmitTurnRequest) -> None:
-        caps, where = self.config.caps, f"attempt {attempt.attempt_id}"
-        total = request.prompt_tokens + request.max_new_tokens
-        if request.max_new_tokens < 1 or not request.ticket_id:
-            raise BadRequestError(f"{where}: want a ticket_id and max_new_tokens > 0")
-        if attempt.num_turns >= caps.max_turns:
-            raise CapExceededError(f"{where} used its max_turns of {caps.max_turns}", "max_turns")
-        if request.max_new_tokens > caps.max_new_tokens_per_turn:
-            raise CapExceededError(
-                f"{where}: max_new_tokens {request.max_new_tokens} is above "
-                f"max_new_tokens_per_turn {caps.max_new_tokens_per_turn}",
-                "max_new_tokens_per_turn",
-            )
-        if total > caps.max_total_tokens:
-            raise CapExceededError(
-                f"{where}: {request.prompt_tokens} prompt and {request.max_new_tokens} new tokens "
-                f"are above max_total_tokens {caps.max_total_tokens}",
-                "max_total_tokens",
-            )
-
-    def _parent_length(self, attempt: Attempt, turn: tpb.TurnRecord) -> int:
-        if turn.parent_turn_index < 0:
-            return 0
-        length = self.attempts.turn_length(
-            attempt.attempt_id, attempt.epoch, turn.parent_turn_index
-        )
-        if length is None:
-            raise BadRequestError(
-                f"turn {turn.turn_index} of attempt {attempt.attempt_id} extends turn "
-                f"{turn.parent_turn_index}, which is not there"
-            )
-        return length
-
-    def _check_pinned(self, attempt: Attempt, turn: tpb.TurnRecord) -> None:
-        pinned = self.evaluations.get(attempt.evaluation).weight_version
-        others = {s.weight_version for s in turn.version_spans} - {pinned}
-        if others:
-            evidence = f"sampled at weight_version {sorted(others)}, pinned to {pinned}"
-            self._end_try(
-                attempt, CauseKind.INFRASTRUCTURE, tpb.CAUSE_INTERRUPTED, None, b"", evidence
-            )
-            raise FencedError(
-                f"attempt {attempt.attempt_id} of evaluation {attempt.evaluation} was {evidence}: "
-                "this try is void"
-            )
 
     def _is_adoptable(self, engine: Engine) -> bool:
         """True when an engine's own weights, loaded from disk, are the published ones."""

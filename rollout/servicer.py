@@ -10,8 +10,7 @@ import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
-import grpc
-import grpc.aio
+from grpc.aio import ServicerContext as _Context
 
 from proto import rollout_pb2 as pb
 from proto import rollout_pb2_grpc as pb_grpc
@@ -22,7 +21,6 @@ from rollout.manager import RolloutManager
 from rollout.status import manager_status
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RolloutManager"].full_name
-_Context = grpc.aio.ServicerContext
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
 
@@ -137,14 +135,14 @@ class RolloutServicer(pb_grpc.RolloutManagerServicer):
     async def GetSession(
         self, request: pb.GetSessionRequest, context: _Context
     ) -> AsyncIterator[pb.GetSessionReply]:
-        attempt, sampling = self._manager.session(request.session_key)
-        turns = list(self._manager.turns(attempt))  # one moment's view
+        attempt = self._manager.attempts.by_session(request.session_key)
+        turns = list(self._manager.sessions.turns(attempt))  # one moment's view
         yield pb.GetSessionReply(
             header=pb.GetSessionReply.Header(
                 attempt_id=attempt.attempt_id,
                 epoch=attempt.epoch,
-                sampling=sampling,
-                caps=self._manager.caps(),
+                sampling=self._manager.sessions.sampling(attempt),
+                caps=self._manager.sessions.caps(),
                 evaluation=attempt.evaluation,
                 task_id=attempt.task_id,
             )
@@ -249,7 +247,7 @@ class RolloutServicer(pb_grpc.RolloutManagerServicer):
         self, request: pb.FetchSequencesRequest, context: _Context
     ) -> AsyncIterator[pb.FetchSequencesReply]:
         for attempt_id in request.attempt_ids:
-            for sequence in self._manager.training_sequences(attempt_id):
+            for sequence in self._manager.sessions.training_sequences(attempt_id):
                 for part in split_sequence(sequence, self._manager.config.fetch_chunk_tokens):
                     yield part
 
@@ -288,7 +286,7 @@ class RolloutServicer(pb_grpc.RolloutManagerServicer):
             task_path=manager.ledger.task_path(attempt.task_id) or "",
             session_key=attempt.session_key,
             agent=attempt.agent,
-            caps=manager.caps(),
+            caps=manager.sessions.caps(),
             evaluation=attempt.evaluation,
         )
         leased.expires_at.FromMicroseconds(int(attempt.lease_expires_at * 1e6))
