@@ -62,6 +62,8 @@ class SupervisedConfig(_Settings):
     """Optimizer of the stage; its state starts empty."""
     batch_rows: int = Field(default=32, gt=0)
     """Sequences a step."""
+    checkpoint_every_steps: int = Field(default=200, ge=0)
+    """Saves a checkpoint every this many steps, beside the one at the stage's end; 0: never."""
     router_aux_loss: float = Field(default=0.0, ge=0)
     """Coefficient of the experts' load-balancing loss."""
 
@@ -150,6 +152,8 @@ class RlConfig(_Settings):
     """Optimizer of the stage; its state starts empty."""
     groups_per_step: int = Field(default=16, gt=0)
     """Groups consumed by one optimizer step."""
+    checkpoint_every_steps: int = Field(default=8, ge=0)
+    """Saves a checkpoint every this many steps, beside the one at the stage's end; 0: never."""
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     """How rewards of a group become advantages; see advantage.py."""
     negative_advantage_scale: float = Field(default=1.0, ge=0)
@@ -200,8 +204,6 @@ class TrainerConfig(_Settings):
     """Most tokens in a micro-batch; a longer sequence has one to itself."""
     logprob_chunk: int = Field(default=4096, gt=0)
     """Most trained tokens whose logits exist at one time."""
-    checkpoint_every_steps: int = Field(default=0, ge=0)
-    """Saves a checkpoint every this many steps, beside the one at each stage's end; 0: never."""
     checkpoints_kept: int = Field(default=3, gt=0)
     """Checkpoints kept on disk; older ones are deleted."""
     sequences_per_fetch: int = Field(default=256, gt=0)

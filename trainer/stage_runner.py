@@ -264,8 +264,9 @@ class StageRunner:
         self.metrics.append(record)
         with self._lock:
             self._status = dataclasses.replace(self._status, step=record.step, last_record=record)
-            last = self._status.stage is not None and record.step >= self._status.stage.num_steps
-        every = self.config.checkpoint_every_steps
+            request = self._status.stage
+        last = request is not None and record.step >= request.num_steps
+        every = getattr(self.config, request.kind).checkpoint_every_steps if request else 0
         if every and record.step % every == 0 and not last:
             self.save()
         while self._paused or not self._jobs.empty():
