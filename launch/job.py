@@ -81,7 +81,8 @@ class Job:
                 for engine in (await rollout.get_status()).engines:
                     if engine.state == "failed":
                         raise JobFailed(
-                            f"engine {engine.name} failed: {engine.detail} (log: {self._run.logs})"
+                            f"engine {engine.name} failed: {_decisive(engine.detail)} "
+                            f"(log: {self._run.logs / engine.name}.log)"
                         )
             await asyncio.sleep(_POLL_S)
 
@@ -248,3 +249,12 @@ class Job:
         self._console.print(f"[green]done[/green] {name} in {took:.1f} s", highlight=False)
         self._state.setdefault("stages", []).append({"name": name, "duration_s": took})
         self._run.save_state(self._state)
+
+
+def _decisive(detail: str) -> str:
+    """An engine's detail without the log around it: what happened, and the line that says why."""
+    first, *log = [line.strip() for line in detail.splitlines() if line.strip()] or [
+        "no reason given"
+    ]
+    told = [line for line in log if "error" in line.lower()] or log
+    return f"{first.partition('; last lines of')[0]}: {told[-1]}" if told else first

@@ -264,7 +264,7 @@ def main() -> int:
     try:
         app(arguments, standalone_mode=False)
     except LaunchError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
     except typer.Exit as error:
         return error.exit_code

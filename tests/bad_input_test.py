@@ -57,7 +57,7 @@ def test_missing_task_index(tmp_path):
     outcome = swe_rl(
         tmp_path, "eval", "--tasks", "nowhere.json", "--agent", "nop", timeout_s=_SECONDS
     )
-    check(outcome, "no task set 'nowhere.json'")
+    check(outcome, "no task set", "nowhere.json")
 
 
 def test_port_in_use(tmp_path):
@@ -81,7 +81,7 @@ def test_engine_that_fails_to_start(tmp_path):
         "--pretrain.num_steps=1",
         timeout_s=240,
     )
-    check(outcome, "engine", "no-such-flag")
+    check(outcome, "engine engine0 failed", "no-such-flag")
 
 
 @pytest.mark.parametrize("place", ["/proc/swe_rl", "file"])
