@@ -45,6 +45,7 @@ def _axes(
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e4e7eb", linewidth=0.6)
+    axes.set_axisbelow(True)
     return figure, axes
 
 

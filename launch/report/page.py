@@ -26,7 +26,7 @@ _PAGE = """<!doctype html>
  table { border-collapse: collapse; } th, td { text-align: left; padding: .25rem .9rem .25rem 0; }
  th { border-bottom: 1px solid #9aa5b1; font-weight: 600; } td { border-bottom: 1px solid #e4e7eb; }
  td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
- .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(340px, 1fr)); gap: 1rem; }
+ .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(340px, 1fr)); gap: 1rem; }
  .figures svg { width: 100%; height: auto; }
  .bad { color: #b91c1c; font-weight: 600; } .good { color: #047857; } pre { overflow-x: auto; font-size: 12px; }
 </style>
