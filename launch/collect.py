@@ -74,11 +74,18 @@ async def counters(rollout: RolloutClient, deployment: Deployment, metrics: Path
 async def compare_counters(
     rollout: RolloutClient, deployment: Deployment, evaluations: dict[str, Any]
 ) -> dict[str, dict[str, int]]:
-    """Model calls, sampled tokens and execs as gateway, engine, manager, harness and broker saw them."""
+    """Model calls, sampled tokens and execs as gateway, engine, manager, harness and broker saw them.
+
+    A process counts from its own start, so what the ledger holds from before a resume is left out.
+    """
     manager = await _settled_status(rollout)
     summaries = list(await rollout.list_attempts())
     for name in evaluations:
         summaries += await rollout.list_attempts(evaluation=name)
+    summaries = [
+        s for s in summaries if s.ref.finished_at.ToMicroseconds() > 1e6 * deployment.started_at
+    ]
+    before = deployment.at_start
     broker = (await deployment.sandbox_status()).counters
     execs = {
         "broker": broker.num_execs,
@@ -95,12 +102,12 @@ async def compare_counters(
         "model calls": {
             "gateway": gateway["num_generate_calls"],
             "engines": sum(e.num_requests for e in manager.engines),
-            "manager (durable turns)": manager.num_turns,
+            "manager (durable turns)": manager.num_turns - before.num_turns,
         },
         "sampled tokens": {
             "gateway": gateway["num_sampled_tokens"],
             "engines": sum(e.num_generated_tokens for e in manager.engines),
-            "manager (durable turns)": manager.num_sampled_tokens,
+            "manager (durable turns)": manager.num_sampled_tokens - before.num_sampled_tokens,
         },
         "answered model calls": {
             "gateway": gateway["num_answered"],

@@ -10,7 +10,8 @@ before anything is started.
 from __future__ import annotations
 
 import shutil
-from collections.abc import AsyncIterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from launch.ports import choose_ports
 from launch.recipe import Recipe, validated
 from launch.run_directory import RunDirectory
 from launch.supervisor import ProcessSpec, RestartPolicy, Supervisor
-from proto import sandbox_pb2, sandbox_pb2_grpc, serving
+from proto import rollout_pb2, sandbox_pb2, sandbox_pb2_grpc, serving
 from rollout.client import RolloutClient
 from rollout.config import RolloutConfig
 from rollout.gateway.config import GatewayConfig
@@ -40,6 +41,10 @@ class Deployment:
     """The processes of one run on this machine."""
 
     supervisor: Supervisor
+    started_at: float
+    """Unix seconds at which the processes were up."""
+    at_start: rollout_pb2.GetStatusReply
+    """The manager's counts at that moment: not zero when a run was resumed."""
 
     def __init__(
         self,
@@ -152,12 +157,17 @@ class Deployment:
     # ---- processes ---------------------------------------------------------------------
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[tuple[RolloutClient, TrainerClient]]:
-        """Starts everything in order of need and takes it down at the end, whatever happens."""
+    async def running(
+        self, notify: Callable[[str], None] = lambda _: None
+    ) -> AsyncIterator[tuple[RolloutClient, TrainerClient]]:
+        """Starts everything in order of need and takes it down at the end, whatever happens.
+
+        notify is told of restarts.
+        """
         self._clear_scratch()
         for name, config in self._configs.items():
             (self._run.processes / f"{name}.json").write_text(config.model_dump_json(indent=1))
-        self.supervisor = Supervisor()
+        self.supervisor = Supervisor(notify=notify)
         try:
             async with AsyncExitStack() as stack:
                 for spec in self._specs():
@@ -166,8 +176,12 @@ class Deployment:
                     name: await stack.enter_async_context(serving.dial(self._address(name)))
                     for name in ("broker", "manager", "trainer")
                 }
+                rollout = RolloutClient(channels["manager"])
+                self.started_at = time.time()
+                if not self._only_broker:
+                    self.at_start = await rollout.get_status()
                 self._broker: Any = sandbox_pb2_grpc.SandboxBrokerStub(channels["broker"])
-                yield RolloutClient(channels["manager"]), TrainerClient(channels["trainer"])
+                yield rollout, TrainerClient(channels["trainer"])
         finally:
             await self.supervisor.close()
             self._clear_scratch()

@@ -11,10 +11,9 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -24,9 +23,14 @@ def become_subreaper() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-def die_with_parent() -> None:
-    """For a child before exec: the kernel sends it SIGTERM when its parent dies."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+def dying_with_parent(argv: Sequence[str]) -> list[str]:
+    """argv such that the kernel sends the process SIGTERM when its parent dies.
+
+    Done by util-linux's setpriv, which execs the command, so the process id stays. Not by a
+    function between fork and exec: that makes fork run the hooks of gRPC's threads, which
+    now and then never return.
+    """
+    return ["setpriv", "--pdeathsig", "TERM", "--", *argv]
 
 
 def children_by_parent() -> dict[int, list[int]]:

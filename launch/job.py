@@ -24,6 +24,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from launch import collect, programs
 from launch.deploy import Deployment
@@ -57,11 +58,14 @@ class Job:
         """Runs to the end. Raises LaunchError; the state then tells where `resume` goes on."""
         async with self._step("prepare"):
             await programs.prepare(self._recipe, self._run)
-        async with self._deployment.running() as (rollout, trainer):
+        async with self._deployment.running(self._notify) as (rollout, trainer):
             metrics = self._run.metrics
             interval = self._recipe.run.status_interval_s
             async with Monitor(rollout, trainer, metrics, interval, self._console) as self._monitor:
                 await self._deployment.supervisor.guard(self._watched_stages(rollout, trainer))
+
+    def _notify(self, message: str) -> None:
+        self._console.print(f"[yellow]{escape(message)}[/yellow]", highlight=False, soft_wrap=True)
 
     async def _watched_stages(self, rollout: RolloutClient, trainer: TrainerClient) -> None:
         """The stages, ended early when an engine fails for good: it is no process of ours to guard."""

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from launch.descendants import die_with_parent
+from launch.descendants import dying_with_parent
 from launch.errors import JobFailed
 from launch.recipe import Recipe
 from launch.run_directory import RunDirectory
@@ -27,17 +27,12 @@ async def run_program(
     Raises JobFailed with its last line of stderr, or at the deadline.
     """
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-P",
-        "-m",
-        module,
-        *map(str, arguments),
+        *dying_with_parent([sys.executable, "-P", "-m", module, *map(str, arguments)]),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
-        preexec_fn=die_with_parent,
     )
     try:
         out, err = await asyncio.wait_for(process.communicate(), timeout_s)

@@ -72,8 +72,13 @@ class Supervisor:
     """Owns local processes; create it inside a running loop and close() it."""
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, poll_interval_s: float = 0.1
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        poll_interval_s: float = 0.1,
+        notify: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """Args: notify is told, in one line, of each process that died and is started again."""
+        self._notify = notify
         self._clock = clock
         self._poll_interval_s = poll_interval_s
         self._watched: dict[str, _Watched] = {}
@@ -135,13 +140,12 @@ class Supervisor:
             watched.log.close()
         watched.log = spec.log_path.open("ab")
         watched.process = await asyncio.create_subprocess_exec(
-            *spec.argv,
+            *descendants.dying_with_parent(spec.argv),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=watched.log,
             stderr=watched.log,
             env={**os.environ, **spec.env},
             start_new_session=True,
-            preexec_fn=descendants.die_with_parent,
         )
 
     async def _wait_ready(self, watched: _Watched) -> None:
@@ -175,6 +179,7 @@ class Supervisor:
                 self._fail(f"{spec.name} died: {reason}")
                 return
             watched.restarts.append(now)
+            self._notify(f"{spec.name} died and is started again: {reason}")
             await asyncio.sleep(spec.restart.backoff_s * 2 ** len(recent))
             try:
                 await self._spawn(watched)

@@ -39,7 +39,9 @@ def supervised(scenario):
     """Runs scenario(supervisor) and closes it; nothing may be left."""
 
     async def run():
-        supervisor = Supervisor(poll_interval_s=0.02)
+        told: list[str] = []
+        supervisor = Supervisor(poll_interval_s=0.02, notify=told.append)
+        supervisor.told = told
         try:
             await scenario(supervisor)
         finally:
@@ -87,6 +89,8 @@ def test_a_dead_process_is_restarted_within_its_policy(tmp_path):
             second = supervisor.pid("p")
             assert second not in (first, None)
             assert supervisor.restarts() == {"p": 1}
+            assert len(supervisor.told) == 1
+            assert "p died and is started again" in supervisor.told[0]
             os.kill(second, signal.SIGKILL)
             await asyncio.sleep(20)
 

@@ -262,11 +262,10 @@ def main() -> int:
     if not arguments or (arguments[0] not in _COMMANDS and arguments[0] not in ("--help", "-h")):
         arguments = ["run", *arguments]
     try:
-        app(arguments, standalone_mode=False)
+        # Without standalone mode, typer hands the code of an Exit back instead of exiting.
+        result = app(arguments, standalone_mode=False)
     except LaunchError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return error.exit_code
-    except typer.Exit as error:
         return error.exit_code
     except (typer.Abort, KeyboardInterrupt):
         return 130
@@ -276,7 +275,7 @@ def main() -> int:
             raise
         print(f"error: {error.format_message()}", file=sys.stderr)
         return 2
-    return 0
+    return result if isinstance(result, int) else 0
 
 
 if __name__ == "__main__":
