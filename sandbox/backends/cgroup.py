@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -280,15 +281,20 @@ def sweep(parent: Path) -> None:
             _remove_tree(directory)
 
 
-def _remove_tree(directory: Path) -> None:
-    if not directory.is_dir():
-        return
-    for child in directory.iterdir():
-        if child.is_dir():
+def _remove_tree(directory: Path, timeout_s: float = 2.0) -> None:
+    """Removes directory and its children, killing their members.
+
+    The kernel gives a cgroup up only some time after its last member is gone: until then
+    rmdir says that it is busy.
+    """
+    deadline = time.monotonic() + timeout_s
+    while directory.is_dir():
+        for child in [path for path in directory.iterdir() if path.is_dir()]:
             if not _remove(child):
                 _kill_members(child)
-                _remove(child)
-    _remove(directory)
+        if _remove(directory) or time.monotonic() > deadline:
+            return
+        time.sleep(0.01)
 
 
 def _kill_members(directory: Path) -> None:
