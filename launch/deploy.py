@@ -9,6 +9,7 @@ before anything is started.
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -34,6 +35,8 @@ from trainer.client import TrainerClient
 from trainer.config import TrainerConfig
 
 _PROBE_TIMEOUT_S = 2.0
+_SCRATCH_PARENT = Path("/dev/shm")
+_SCRATCH_PREFIX = "swe_rl-launch-"
 _CALL_TIMEOUT_S = 20.0
 
 
@@ -73,7 +76,7 @@ class Deployment:
         self._ports = choose_ports(names, recipe.run.base_port)
         self.gateway_urls = [f"http://{self._address(name)}" for name in self._gateways]
         # Sandboxes and trials are small, many and short-lived: they belong in memory.
-        self._scratch = Path("/dev/shm") / f"swe_rl-{run.root.name}"
+        self._scratch = _SCRATCH_PARENT / f"{_SCRATCH_PREFIX}{os.getpid()}"
         self._configs: dict[str, BaseModel] = {
             "broker": self._sandbox_config(),
             "manager": self._rollout_config(),
@@ -194,7 +197,11 @@ class Deployment:
         return reply
 
     def _clear_scratch(self) -> None:
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        """Removes our scratch folder, and those of commands that were killed."""
+        for path in _SCRATCH_PARENT.glob(f"{_SCRATCH_PREFIX}*"):
+            owner = path.name.removeprefix(_SCRATCH_PREFIX)
+            if path == self._scratch or not Path("/proc", owner).exists():
+                shutil.rmtree(path, ignore_errors=True)
 
     def _specs(self) -> list[ProcessSpec]:
         specs = [self._server("broker", "sandbox.server")]

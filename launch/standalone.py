@@ -65,7 +65,7 @@ async def evaluate_tasks(
         raise UsageError(
             f"{model} holds no exported model: finish a run first, or name one with --run"
         )
-    _, recipe = load_recipe("cpu")
+    _, recipe = load_recipe("evaluate")
     name = f"eval-{agent}-{time.strftime('%Y%m%d-%H%M%S')}"
     run = RunDirectory((workdir / recipe.run.directory / name).absolute())
     run.create()

@@ -15,6 +15,7 @@ from launch import descendants
 from launch.errors import ProcessFailed
 from launch.supervisor import ProcessSpec, RestartPolicy, Supervisor
 
+TOLD: list[str] = []
 SLEEP = "import time; time.sleep(60)"
 
 
@@ -39,9 +40,7 @@ def supervised(scenario):
     """Runs scenario(supervisor) and closes it; nothing may be left."""
 
     async def run():
-        told: list[str] = []
-        supervisor = Supervisor(poll_interval_s=0.02, notify=told.append)
-        supervisor.told = told
+        supervisor = Supervisor(poll_interval_s=0.02, notify=TOLD.append)
         try:
             await scenario(supervisor)
         finally:
@@ -78,6 +77,7 @@ def test_never_ready_is_a_failure_and_is_taken_down(tmp_path):
 
 def test_a_dead_process_is_restarted_within_its_policy(tmp_path):
     async def scenario(supervisor):
+        TOLD.clear()
         await supervisor.start(spec(tmp_path, "p", SLEEP, restart=RestartPolicy(1, 600, 0.01)))
         first = supervisor.pid("p")
         os.kill(first, signal.SIGKILL)
@@ -89,8 +89,8 @@ def test_a_dead_process_is_restarted_within_its_policy(tmp_path):
             second = supervisor.pid("p")
             assert second not in (first, None)
             assert supervisor.restarts() == {"p": 1}
-            assert len(supervisor.told) == 1
-            assert "p died and is started again" in supervisor.told[0]
+            assert len(TOLD) == 1
+            assert "p died and is started again" in TOLD[0]
             os.kill(second, signal.SIGKILL)
             await asyncio.sleep(20)
 

@@ -19,6 +19,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -128,6 +129,7 @@ class EngineProcess:
         self._process = process
         self._folder = folder
         self._semaphores: set[Path] = set()
+        self._started_at = time.time()
         self._waiter = asyncio.create_task(self._wait())
 
     @classmethod
@@ -179,7 +181,7 @@ class EngineProcess:
         self._signal(signal.SIGKILL)
         await self._waiter
         await self._wait_for_group()
-        for path in self._semaphores:
+        for path in self._semaphores | orphaned_semaphores(self._started_at):
             path.unlink(missing_ok=True)
         self._folder.close()
 
@@ -210,3 +212,20 @@ class EngineProcess:
             except (ProcessLookupError, PermissionError):
                 return
             await asyncio.sleep(0.02)
+
+
+def orphaned_semaphores(since: float) -> set[Path]:
+    """Named semaphores of Python's multiprocessing, made at or after `since` (Unix seconds), that
+    no process maps: a server that loads weights from disk makes some while it ends.
+    """
+    made = set()
+    for path in Path("/dev/shm").glob("sem.mp-*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime >= since:
+                made.add(path)
+    if made:
+        for maps in Path("/proc").glob("[0-9]*/maps"):
+            with contextlib.suppress(OSError):
+                text = maps.read_text()
+                made = {path for path in made if str(path) not in text}
+    return made
