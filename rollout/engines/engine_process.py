@@ -19,8 +19,8 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
