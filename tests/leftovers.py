@@ -1,11 +1,13 @@
 """What a run may leave behind on its machine, counted before and after it.
 
-Processes are counted by the run's runfiles or run directory in their command line or
-environment, everything else by what is new on the host under names that are ours.
+Processes are counted by a marker in their command line or environment, everything else by what is
+new on the host under names that are ours, less what a living process without the marker holds:
+other runs may work on the same machine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -13,6 +15,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 _OURS = re.compile(r"swe_rl|sglang|sgl_")
+_OWNER = re.compile(r"swe_rl[a-z_]*[-_]([0-9]+)(?=[-_]|$)")
+"""The process id in names such as swe_rl-PID-... and swe_rl_ws_PID_..."""
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _SHM = Path("/dev/shm")
 _TMP = Path("/tmp")
@@ -41,13 +45,25 @@ class Footprint:
 
 def footprint(marker: str) -> Footprint:
     """Takes stock. `marker` is a string in the environment or arguments of the run's processes."""
+    ours, others = _processes(marker)
+    held = _held(others)
+    in_others = frozenset(str(pid) for pid in others)
+
+    def free(name: str) -> bool:
+        """True when no other living process owns the name (by its pid) or has it open."""
+        if in_others.intersection(_OWNER.findall(name)):
+            return False
+        return not any(path == name or path.startswith(name + "/") for path in held)
+
     return Footprint(
-        processes=frozenset(_processes(marker)),
+        processes=frozenset(ours),
         mounts=frozenset(line.split()[1] for line in _lines("/proc/mounts") if _OURS.search(line)),
-        cgroups=frozenset(_cgroups()),
-        shared_memory=frozenset(_names(_SHM)),
-        temporary=frozenset(name for name in _names(_TMP) if _OURS.search(name)),
-        listening=frozenset(_listening()),
+        cgroups=frozenset(filter(free, _cgroups())),
+        shared_memory=frozenset(filter(free, _paths(_SHM))),
+        temporary=frozenset(filter(free, filter(_OURS.search, _paths(_TMP)))),
+        listening=frozenset(
+            port for port, inode in _listening() if f"socket:[{inode}]" not in held
+        ),
     )
 
 
@@ -63,20 +79,39 @@ def wait_until_clean(
         time.sleep(0.1)
 
 
-def _processes(marker: str) -> list[str]:
-    wanted, found = marker.encode(), []
+def _processes(marker: str) -> tuple[list[str], list[int]]:
+    """(descriptions of ours, pids of all others)."""
+    wanted = marker.encode()
+    ours: list[str] = []
+    others: list[int] = []
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+        if not entry.name.isdigit():
             continue
         try:
             command = (entry / "cmdline").read_bytes()
             environment = (entry / "environ").read_bytes()
         except OSError:
             continue
-        if wanted in command or wanted in environment:
+        if int(entry.name) != os.getpid() and (wanted in command or wanted in environment):
             text = command.replace(b"\0", b" ").decode(errors="replace")
-            found.append(f"{entry.name} {text[:120]}")
-    return found
+            ours.append(f"{entry.name} {text[:120]}")
+        else:
+            others.append(int(entry.name))
+    return ours, others
+
+
+def _held(pids: list[int]) -> set[str]:
+    """Paths and sockets that processes have open or mapped."""
+    held: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    held.add(os.readlink(link))
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            held.update(re.findall(r"/dev/shm/\S+", maps))
+    return held
 
 
 def _cgroups() -> list[str]:
@@ -86,18 +121,18 @@ def _cgroups() -> list[str]:
     return found
 
 
-def _names(folder: Path) -> list[str]:
-    return os.listdir(folder) if folder.is_dir() else []
+def _paths(folder: Path) -> list[str]:
+    return [str(folder / name) for name in os.listdir(folder)] if folder.is_dir() else []
 
 
-def _listening() -> list[int]:
-    """Local TCP ports in state LISTEN (0A)."""
+def _listening() -> list[tuple[int, str]]:
+    """(local TCP port, inode) in state LISTEN (0A)."""
     ports = []
     for path in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in _lines(path)[1:]:
             columns = line.split()
             if columns[3] == "0A":
-                ports.append(int(columns[1].rpartition(":")[2], 16))
+                ports.append((int(columns[1].rpartition(":")[2], 16), columns[9]))
     return ports
 
 
