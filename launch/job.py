@@ -19,10 +19,11 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+import grpc.aio
 from rich.console import Console
 from rich.markup import escape
 
@@ -35,9 +36,10 @@ from launch.recipe import Recipe
 from launch.run_directory import RunDirectory, write_json
 from launch.task_index import add_tasks, read_index
 from proto import rollout_pb2, trainer_pb2
-from rollout.client import DeadlineError, RolloutClient, UnavailableError
+from rollout.client import DeadlineError, RolloutClient, RolloutError, UnavailableError
 from trainer.client import TrainerClient
 
+T = TypeVar("T")
 _POLL_S = 0.5
 _DRAIN_TIMEOUT_S = 300.0
 
@@ -62,7 +64,8 @@ class Job:
             metrics = self._run.metrics
             interval = self._recipe.run.status_interval_s
             async with Monitor(rollout, trainer, metrics, interval, self._console) as self._monitor:
-                await self._deployment.supervisor.guard(self._watched_stages(rollout, trainer))
+                with _told_in_one_line():
+                    await self._deployment.supervisor.guard(self._watched_stages(rollout, trainer))
 
     def _notify(self, message: str) -> None:
         self._console.print(f"[yellow]{escape(message)}[/yellow]", highlight=False, soft_wrap=True)
@@ -115,10 +118,10 @@ class Job:
         data: Any = "",
     ) -> None:
         """Runs a stage to its end, unless the trainer's checkpoint says that it is over."""
-        if name in (await trainer.get_status()).finished_stages:
+        if name in (await self._patiently(trainer.get_status)).finished_stages:
             return
         async with self._step(name):
-            await trainer.run_stage(kind, name, num_steps, str(data))
+            await self._patiently(lambda: trainer.run_stage(kind, name, num_steps, str(data)))
             await self._stage_end(trainer, kind, name, num_steps, data)
 
     async def _stage_end(
@@ -130,14 +133,28 @@ class Job:
         data: Any,
     ) -> None:
         while True:
-            status = await trainer.get_status()
+            status = await self._patiently(trainer.get_status)
             if name in status.finished_stages:
                 return
             if status.state == trainer_pb2.STAGE_STATE_FAILED:
                 raise JobFailed(f"stage {name} failed at step {status.step}: {status.error}")
             if status.state == trainer_pb2.STAGE_STATE_IDLE:
                 # The trainer was restarted: it goes on from its newest checkpoint.
-                await trainer.run_stage(kind, name, num_steps, str(data))
+                await self._patiently(lambda: trainer.run_stage(kind, name, num_steps, str(data)))
+            await asyncio.sleep(_POLL_S)
+
+    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Makes a call that may be repeated, again and again while its process is being restarted.
+
+        Whether a process may be restarted is the supervisor's to say; it ends the job if not.
+        """
+        deadline = time.monotonic() + self._recipe.run.start_timeout_s
+        while True:
+            try:
+                return await call()
+            except (grpc.aio.AioRpcError, UnavailableError, DeadlineError) as error:
+                if not _is_passing(error) or time.monotonic() > deadline:
+                    raise
             await asyncio.sleep(_POLL_S)
 
     async def _wait_for_engines(self, rollout: RolloutClient) -> None:
@@ -145,7 +162,7 @@ class Job:
         deadline = time.monotonic() + self._recipe.run.start_timeout_s
         async with self._step("engines"):
             while True:
-                engines = (await rollout.get_status()).engines
+                engines = (await self._patiently(rollout.get_status)).engines
                 if engines and all(engine.state in ("stale", "serving") for engine in engines):
                     return
                 if time.monotonic() > deadline:
@@ -176,8 +193,8 @@ class Job:
 
     async def _publish(self, rollout: RolloutClient, trainer: TrainerClient, stage: str) -> None:
         """Publishes, unless every engine serves what the trainer published last."""
-        status = await rollout.get_status()
-        published = (await trainer.get_status()).weight_version
+        status = await self._patiently(rollout.get_status)
+        published = (await self._patiently(trainer.get_status)).weight_version
         serving = all(
             e.state == "serving" and e.weight_version == published for e in status.engines
         )
@@ -212,13 +229,14 @@ class Job:
             )
 
     async def _reinforce(self, rollout: RolloutClient, trainer: TrainerClient) -> None:
-        if "rl" in (await trainer.get_status()).finished_stages:
+        if "rl" in (await self._patiently(trainer.get_status)).finished_stages:
             return
-        await rollout.set_admission(rollout_pb2.SetAdmissionRequest(open=True))
+        opened = rollout_pb2.SetAdmissionRequest(open=True)
+        await self._patiently(lambda: rollout.set_admission(opened))
         kind = trainer_pb2.STAGE_KIND_RL
         await self._train(trainer, kind, "rl", self._recipe.rl.num_steps)
         closed = rollout_pb2.SetAdmissionRequest(open=False, reason="the rl stage is over")
-        await rollout.set_admission(closed)
+        await self._patiently(lambda: rollout.set_admission(closed))
         await self._drain(rollout)
 
     async def _drain(self, rollout: RolloutClient) -> None:
@@ -226,7 +244,7 @@ class Job:
         deadline = time.monotonic() + _DRAIN_TIMEOUT_S
         async with self._step("drain"):
             while time.monotonic() < deadline:
-                status = await rollout.get_status()
+                status = await self._patiently(rollout.get_status)
                 if not status.num_attempts_running and not status.num_attempts_queued:
                     return
                 await asyncio.sleep(_POLL_S)
@@ -253,6 +271,25 @@ class Job:
         self._console.print(f"[green]done[/green] {name} in {took:.1f} s", highlight=False)
         self._state.setdefault("stages", []).append({"name": name, "duration_s": took})
         self._run.save_state(self._state)
+
+
+def _is_passing(error: Exception) -> bool:
+    """True when the same call may succeed once the process called is up again."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        passing = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        return error.code() in passing
+    return isinstance(error, (UnavailableError, DeadlineError))
+
+
+@contextlib.contextmanager
+def _told_in_one_line() -> Iterator[None]:
+    """Turns a refusal of the manager or the trainer that nothing else handled into JobFailed."""
+    try:
+        yield
+    except RolloutError as error:
+        raise JobFailed(f"the manager: {error} ({type(error).__name__})") from error
+    except grpc.aio.AioRpcError as error:
+        raise JobFailed(f"the trainer: {error.details()} ({error.code().name})") from error
 
 
 def _decisive(detail: str) -> str:

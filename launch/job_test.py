@@ -1,0 +1,90 @@
+"""The job's patience with a process that is being restarted, and its last words."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from types import SimpleNamespace
+
+import grpc
+import grpc.aio
+import pytest
+from rich.console import Console
+
+from launch import job as job_module
+from launch.errors import JobFailed
+from launch.job import Job, _told_in_one_line
+from launch.recipe import Recipe
+from launch.run_directory import RunDirectory
+from proto import trainer_pb2
+from rollout.client import ConflictError
+
+
+def rpc_error(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details="why")
+
+
+class FakeTrainer:
+    """Answers from a script: replies and errors, in order."""
+
+    def __init__(self, *answers: object) -> None:
+        self.answers = list(answers)
+        self.num_stages = 0
+
+    async def get_status(self) -> trainer_pb2.GetStatusReply:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def run_stage(self, *_: object) -> int:
+        self.num_stages += 1
+        return 0
+
+
+def train(tmp_path, monkeypatch, trainer: FakeTrainer, **run: object) -> None:
+    monkeypatch.setattr(job_module, "_POLL_S", 0.001)
+    directory = RunDirectory(tmp_path)
+    directory.create()
+    recipe = Recipe.model_validate({"run": run})
+    job = Job(recipe, directory, SimpleNamespace(), Console(file=io.StringIO()))
+    asyncio.run(job._train(trainer, trainer_pb2.STAGE_KIND_RL, "rl", 3))
+
+
+def status(state: trainer_pb2.StageState, *finished: str) -> trainer_pb2.GetStatusReply:
+    return trainer_pb2.GetStatusReply(state=state, finished_stages=finished)
+
+
+def test_a_trainer_that_is_restarted_gets_its_stage_again(tmp_path, monkeypatch):
+    idle, running = trainer_pb2.STAGE_STATE_IDLE, trainer_pb2.STAGE_STATE_RUNNING
+    away = rpc_error(grpc.StatusCode.UNAVAILABLE)
+    slow = rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED)
+    trainer = FakeTrainer(
+        away, status(idle), status(running), away, slow, away, status(idle), status(idle, "rl")
+    )
+    train(tmp_path, monkeypatch, trainer)
+    assert trainer.num_stages == 2
+    assert trainer.answers == []
+
+
+def test_patience_has_an_end(tmp_path, monkeypatch):
+    away = rpc_error(grpc.StatusCode.UNAVAILABLE)
+    trainer = FakeTrainer(*[away] * 1000)
+    with pytest.raises(grpc.aio.AioRpcError):
+        train(tmp_path, monkeypatch, trainer, start_timeout_s=0.05)
+
+
+def test_what_cannot_pass_is_not_asked_again(tmp_path, monkeypatch):
+    trainer = FakeTrainer(rpc_error(grpc.StatusCode.INTERNAL))
+    with pytest.raises(grpc.aio.AioRpcError):
+        train(tmp_path, monkeypatch, trainer)
+
+
+def test_refusals_are_told_in_one_line():
+    with pytest.raises(JobFailed, match=r"^the trainer: why \(INTERNAL\)$"), _told_in_one_line():
+        raise rpc_error(grpc.StatusCode.INTERNAL)
+    with (
+        pytest.raises(JobFailed, match=r"^the manager: no \(ConflictError\)$"),
+        _told_in_one_line(),
+    ):
+        raise ConflictError("no")
