@@ -138,15 +138,19 @@ class Supervisor:
         spec = watched.spec
         if watched.log is not None:
             watched.log.close()
-        watched.log = spec.log_path.open("ab")
-        watched.process = await asyncio.create_subprocess_exec(
-            *descendants.dying_with_parent(spec.argv),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=watched.log,
-            stderr=watched.log,
-            env={**os.environ, **spec.env},
-            start_new_session=True,
-        )
+        try:
+            watched.log = spec.log_path.open("ab")
+            watched.process = await asyncio.create_subprocess_exec(
+                *descendants.dying_with_parent(spec.argv),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=watched.log,
+                stderr=watched.log,
+                env={**os.environ, **spec.env},
+                start_new_session=True,
+            )
+        except OSError as error:
+            # A log that cannot be opened, no memory for a process, no such program.
+            raise ProcessFailed(f"{spec.name} cannot be started: {error}") from error
 
     async def _wait_ready(self, watched: _Watched) -> None:
         spec, process = watched.spec, watched.process

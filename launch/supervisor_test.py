@@ -133,3 +133,17 @@ def test_close_ends_stubborn_processes_and_orphans_of_other_sessions(tmp_path):
         assert len(descendants.descendants(os.getpid())) >= 3
 
     supervised(scenario)
+
+
+def test_a_process_that_cannot_be_spawned_again_is_a_failure(tmp_path):
+    async def scenario(supervisor):
+        log = tmp_path / "logs"
+        log.mkdir()
+        await supervisor.start(spec(log, "p", SLEEP, restart=RestartPolicy(3, 600, 0.01)))
+        (log / "p.log").unlink()
+        log.rmdir()
+        os.kill(supervisor.pid("p"), signal.SIGKILL)
+        with pytest.raises(ProcessFailed, match="p cannot be started: .*No such file"):
+            await asyncio.wait_for(supervisor.guard(asyncio.sleep(20)), 10)
+
+    supervised(scenario)
