@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -47,8 +48,10 @@ def train(tmp_path, monkeypatch, trainer: FakeTrainer, **run: object) -> None:
     directory = RunDirectory(tmp_path)
     directory.create()
     recipe = Recipe.model_validate({"run": run})
-    job = Job(recipe, directory, SimpleNamespace(), Console(file=io.StringIO()))
-    asyncio.run(job._train(trainer, trainer_pb2.STAGE_KIND_RL, "rl", 3))
+    deployment: Any = SimpleNamespace()
+    job = Job(recipe, directory, deployment, Console(file=io.StringIO()))
+    client: Any = trainer
+    asyncio.run(job._train(client, trainer_pb2.STAGE_KIND_RL, "rl", 3))
 
 
 def status(state: trainer_pb2.StageState, *finished: str) -> trainer_pb2.GetStatusReply:
