@@ -28,7 +28,7 @@ def rpc_error(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
 class FakeTrainer:
     """Answers from a script: replies and errors, in order."""
 
-    def __init__(self, *answers: object) -> None:
+    def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
         self.num_stages = 0
 
@@ -38,12 +38,12 @@ class FakeTrainer:
             raise answer
         return answer
 
-    async def run_stage(self, *_: object) -> int:
+    async def run_stage(self, *_: Any) -> int:
         self.num_stages += 1
         return 0
 
 
-def train(tmp_path, monkeypatch, trainer: FakeTrainer, **run: object) -> None:
+def train(tmp_path, monkeypatch, trainer: FakeTrainer, **run: Any) -> None:
     monkeypatch.setattr(job_module, "_POLL_S", 0.001)
     directory = RunDirectory(tmp_path)
     directory.create()
