@@ -93,7 +93,8 @@ class Monitor:
             )
             row["time_s"] = time.time()
             row["stage"] = self.stage
-            with self._path.open("a") as file:
+            # A sample that finds no room on the disk is no reason to stop watching.
+            with contextlib.suppress(OSError), self._path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
         with contextlib.suppress(grpc.aio.AioRpcError):
             self._trainer_status = await self._trainer.get_status()

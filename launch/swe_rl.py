@@ -11,6 +11,7 @@ Imports of the services' libraries wait until a command needs them, so that `--h
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -25,6 +26,7 @@ from rich.console import Console
 from launch.errors import LaunchError, UsageError
 
 _COMMANDS = ("run", "resume", "eval", "report", "tasks")
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 _EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(
@@ -108,8 +110,9 @@ def run(
     folder = recipe.run.name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_directory = RunDirectory((_workdir() / recipe.run.directory / folder).absolute())
     if run_directory.config.exists():
+        found_by = folder if recipe.run.directory == Path("runs") else run_directory.root
         raise UsageError(
-            f"the run {run_directory.root} exists: `swe_rl resume {folder}` continues it"
+            f"the run {run_directory.root} exists: `swe_rl resume {found_by}` continues it"
         )
     run_directory.create()
     run_directory.config.write_text(_toml(recipe))
@@ -128,8 +131,7 @@ def resume(
     run_directory = _find_run(name)
     _, recipe = load_recipe(str(run_directory.config))
     run_directory.create()
-    _note_resume(run_directory)
-    _job(recipe, run_directory)
+    _job(recipe, run_directory, resumed=True)
 
 
 @app.command(name="eval")
@@ -199,24 +201,35 @@ def tasks_validate(
     )
 
 
-def _job(recipe: Any, run_directory: Any) -> None:
+def _job(recipe: Any, run_directory: Any, resumed: bool = False) -> None:
     from launch.deploy import Deployment
     from launch.job import Job
-    from launch.report.page import write_report
-    from launch.summary import print_summary
 
     run_directory.lock()
     try:
+        if resumed:
+            _note_resume(run_directory)
         console.print(f"run: {run_directory.root}", highlight=False, soft_wrap=True)
         deployment = Deployment(recipe, run_directory)
         try:
             _execute(Job(recipe, run_directory, deployment, console).run())
         finally:
-            path = write_report(run_directory.root)
-            print_summary(run_directory, console)
-            console.print(f"report: {path}", highlight=False, soft_wrap=True)
+            _show(run_directory)
     finally:
         run_directory.unlock()
+
+
+def _show(run_directory: Any) -> None:
+    """Report and table; a report that cannot be written must not hide why the job ended."""
+    from launch.report.page import write_report
+    from launch.summary import print_summary
+
+    try:
+        path = str(write_report(run_directory.root))
+    except OSError as error:
+        path = f"not written: {error.strerror}"
+    print_summary(run_directory, console)
+    console.print(f"report: {path}", highlight=False, soft_wrap=True)
 
 
 def _find_run(name: str) -> Any:
@@ -269,6 +282,11 @@ def main() -> int:
         return error.exit_code
     except (typer.Abort, KeyboardInterrupt):
         return 130
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        print(f"error: {error}: make room, then go on with `swe_rl resume`", file=sys.stderr)
+        return 1
     except Exception as error:
         # typer's own usage errors (click's) carry a message and a code, and deserve no traceback.
         if not hasattr(error, "format_message"):
