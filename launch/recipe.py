@@ -31,8 +31,9 @@ class _Section(BaseModel):
 class RunSettings(_Section):
     """Where the run lives and how it is watched."""
 
-    name: str = ""
-    """Folder below `directory`; empty: the recipe's name and the time of the start."""
+    name: str = Field(default="", pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,99})?$")
+    """Folder below `directory`, of letters, digits, `.`, `_` and `-`; empty: the recipe's name and
+    the time of the start."""
     directory: Path = Path("runs")
     """Relative to where the command was given."""
     seed: int = 0

@@ -99,6 +99,7 @@ def run(
     ] = False,
 ) -> None:
     """Runs the job of a recipe: `[@ NAME|PATH.toml] [--section.field=value ...]`; default: cpu."""
+    from launch.deploy import Deployment
     from launch.recipe import load_recipe
     from launch.run_directory import RunDirectory
 
@@ -114,9 +115,10 @@ def run(
         raise UsageError(
             f"the run {run_directory.root} exists: `swe_rl resume {found_by}` continues it"
         )
+    deployment = Deployment(recipe, run_directory)  # a bad setting leaves no folder behind
     run_directory.create()
     run_directory.config.write_text(_toml(recipe))
-    _job(recipe, run_directory)
+    _job(recipe, run_directory, deployment)
 
 
 @app.command()
@@ -126,12 +128,14 @@ def resume(
     ] = "",
 ) -> None:
     """Continues an interrupted run from its newest checkpoint."""
+    from launch.deploy import Deployment
     from launch.recipe import load_recipe
 
     run_directory = _find_run(name)
     _, recipe = load_recipe(str(run_directory.config))
+    deployment = Deployment(recipe, run_directory)
     run_directory.create()
-    _job(recipe, run_directory, resumed=True)
+    _job(recipe, run_directory, deployment, resumed=True)
 
 
 @app.command(name="eval")
@@ -201,8 +205,7 @@ def tasks_validate(
     )
 
 
-def _job(recipe: Any, run_directory: Any, resumed: bool = False) -> None:
-    from launch.deploy import Deployment
+def _job(recipe: Any, run_directory: Any, deployment: Any, resumed: bool = False) -> None:
     from launch.job import Job
 
     run_directory.lock()
@@ -210,7 +213,6 @@ def _job(recipe: Any, run_directory: Any, resumed: bool = False) -> None:
         if resumed:
             _note_resume(run_directory)
         console.print(f"run: {run_directory.root}", highlight=False, soft_wrap=True)
-        deployment = Deployment(recipe, run_directory)
         try:
             _execute(Job(recipe, run_directory, deployment, console).run())
         finally:

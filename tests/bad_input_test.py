@@ -37,6 +37,14 @@ def test_unknown_key_in_a_recipe(tmp_path):
 def test_unknown_key_of_a_package(tmp_path):
     outcome = swe_rl(tmp_path, "@", "smoke", "--trainer.rl.learning_rate=1", timeout_s=_SECONDS)
     check(outcome, "[trainer]", "rl.learning_rate: unknown key")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["../out", "a/b", "x" * 300, "a\nb"])
+def test_a_run_name_that_is_no_folder_name(tmp_path, name):
+    outcome = swe_rl(tmp_path, "@", "smoke", f"--run.name={name}", timeout_s=_SECONDS)
+    check(outcome, "run.name")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_wrong_type(tmp_path):
