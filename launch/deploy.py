@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -38,6 +39,7 @@ _PROBE_TIMEOUT_S = 2.0
 _SCRATCH_PARENT = Path("/dev/shm")
 _SCRATCH_PREFIX = "swe_rl-launch-"
 _CALL_TIMEOUT_S = 20.0
+_SWEEP_TIMEOUT_S = 60.0
 
 
 class Deployment:
@@ -187,6 +189,8 @@ class Deployment:
                 yield rollout, TrainerClient(channels["trainer"])
         finally:
             await self.supervisor.close()
+            if self.supervisor.exit_codes.get("broker", 0) != 0:
+                self._sweep_sandboxes()
             self._clear_scratch()
 
     async def sandbox_status(self) -> sandbox_pb2.GetStatusReply:
@@ -195,6 +199,13 @@ class Deployment:
             sandbox_pb2.GetStatusRequest(), timeout=_CALL_TIMEOUT_S
         )
         return reply
+
+    def _sweep_sandboxes(self) -> None:
+        """Removes what a broker that was killed could not: no later one may come to do it."""
+        config = str(self._run.processes / "broker.json")
+        argv = [PYTHON["main"], "-P", "-m", "sandbox.server", "--config", config, "--sweep"]
+        with (self._run.logs / "broker.log").open("ab") as log:
+            subprocess.run(argv, stdout=log, stderr=log, timeout=_SWEEP_TIMEOUT_S, check=False)
 
     def _clear_scratch(self) -> None:
         """Removes our scratch folder, and those of commands that were killed."""

@@ -84,6 +84,8 @@ class Supervisor:
         self._watched: dict[str, _Watched] = {}
         self._failure: asyncio.Future[ProcessFailed] = asyncio.get_running_loop().create_future()
         self._closing = False
+        self.exit_codes: dict[str, int] = {}
+        """How processes that were taken down had ended; negative: by that signal."""
         descendants.become_subreaper()
 
     async def start(self, spec: ProcessSpec) -> None:
@@ -212,6 +214,7 @@ class Supervisor:
                 os.killpg(process.pid, signal.SIGKILL)
             if process.returncode is None:
                 await process.wait()
+            self.exit_codes[watched.spec.name] = process.returncode or 0
         if watched.log is not None:
             watched.log.close()
             watched.log = None

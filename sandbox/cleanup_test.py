@@ -140,6 +140,21 @@ def test_after_kill_9_sandboxes_die_and_the_next_broker_sweeps(
     assert leftovers(broker.state_dir, broker.process.pid) == []
 
 
+def test_a_sweep_removes_what_a_killed_broker_left(start: Callable[..., BrokerProcess]) -> None:
+    broker = start()
+    asyncio.run(occupy(broker.address))
+    broker.process.kill()
+    broker.process.wait()
+    wait_for(lambda: sleepers() == 0)
+    assert leftovers(broker.state_dir, broker.process.pid) != []
+    config = broker.state_dir / "sweep.json"
+    config.write_text(f'{{"state_dir": "{broker.state_dir}"}}')
+    command = [sys.executable, "-P", "-m", "sandbox.server", "--config", str(config), "--sweep"]
+    assert subprocess.run(command, timeout=30, check=False).returncode == 0
+    config.unlink()
+    assert leftovers(broker.state_dir, broker.process.pid) == []
+
+
 async def test_release_and_expiry_leave_nothing(rig_factory: RunRig, tmp_path: Path) -> None:
     async with rig_factory(state_dir=tmp_path, reap_interval_s=0.05) as rig:
         released = [await rig.client.acquire("host") for _ in range(3)]

@@ -21,7 +21,7 @@ from proto import sandbox_pb2 as pb
 from proto import sandbox_pb2_grpc, serving
 from sandbox.backends import archive
 from sandbox.backends.base import ExecSpec, Sandbox
-from sandbox.backends.local import LocalBackend
+from sandbox.backends.local import LocalBackend, sweep_leftovers
 from sandbox.broker import AcquireSpec, SandboxBroker
 from sandbox.config import BrokerConfig
 from sandbox.errors import (
@@ -257,6 +257,9 @@ def main(argv: list[str] | None = None) -> int:
     """The process. Returns 2 after one line on stderr when it cannot start."""
     parser = argparse.ArgumentParser(prog="sandbox.server", description=__doc__)
     parser.add_argument("--config", type=Path, help="JSON of BrokerConfig; absent: defaults")
+    parser.add_argument(
+        "--sweep", action="store_true", help="remove what killed brokers left behind, and exit"
+    )
     serving.add_serving_arguments(parser)
     args = parser.parse_args(argv)
     logging.basicConfig(
@@ -267,6 +270,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         text = args.config.read_text() if args.config else "{}"
         config = BrokerConfig.model_validate_json(text)
+        if args.sweep:
+            sweep_leftovers(config)
+            return 0
         serving_config = serving.serving_config(args).model_copy(
             update={"drain_timeout_s": config.drain_timeout_s}
         )

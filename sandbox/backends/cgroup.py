@@ -239,10 +239,15 @@ class CgroupTree:
         """1 or 2."""
         return self._plan.version
 
-    def create(self) -> None:
-        """Sweeps what dead brokers left, then makes this broker's directories."""
+    def sweep(self) -> None:
+        """Removes the cgroups that dead brokers left beside ours."""
         for directory in dict.fromkeys(self._plan.directories.values()):
             sweep(directory.parent)
+
+    def create(self) -> None:
+        """Sweeps what dead brokers left, then makes this broker's directories."""
+        self.sweep()
+        for directory in dict.fromkeys(self._plan.directories.values()):
             try:
                 directory.mkdir()
             except OSError as error:

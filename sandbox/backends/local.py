@@ -450,3 +450,10 @@ def _sweep_directories(state_dir: Path) -> None:
     for directory in state_dir.glob("swe_rl-*"):
         if owner_is_dead(directory.name, process_start_ticks):
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def sweep_leftovers(config: BrokerConfig) -> None:
+    """Removes what dead brokers left on this machine. Raises BackendSetupError."""
+    _sweep_directories(config.state_dir)
+    if config.cgroups:
+        CgroupTree.detect(config.cgroup_parent, f"swe_rl-{os.getpid()}").sweep()
