@@ -257,6 +257,23 @@ async def test_tests_that_die_once_are_run_again(rig: Rig, tmp_path: Path) -> No
     assert (cause, reward, num_tests) == ("CAUSE_SUBMITTED", 1.0, 2), report
 
 
+@pytest.mark.parametrize(
+    ("solution_passes", "cause", "reward"),
+    [(True, "CAUSE_SUBMITTED", 0.0), (False, "CAUSE_VERIFIER_FAILED", None)],
+)
+async def test_tests_killed_by_a_signal(
+    rig: Rig, tmp_path: Path, solution_passes: bool, cause: str, reward: float | None
+) -> None:
+    """Never scored at once: 0 only if it repeats and the solution passes beside it."""
+    condition = "grep -q unfixed calc.py && " if solution_passes else ""
+    test_sh = f"#!/bin/sh\n{condition}kill -9 $$\npython3 -S -B -E /tests/check.py\n"
+    task = fakes.write_task(tmp_path, test_sh=test_sh)
+    rig.gateway.sessions[KEY] = script("echo '# unfixed' >> calc.py", SUBMIT)
+    got, got_reward, report = await rig.run(task)
+    assert (got, got_reward) == (cause, reward), report
+    assert rig.broker.num_acquired == 4  # agent, two runs, control
+
+
 async def test_tests_out_of_memory(rig: Rig, tmp_path: Path) -> None:
     def oom(box: fakes.Box, command: str) -> sandbox_pb2.ExecReply | None:
         hit = command == "/tests/test.sh" and "eat" in (box.root / "app/calc.py").read_text()

@@ -118,7 +118,10 @@ class FakeBroker(sandbox_pb2_grpc.SandboxBrokerServicer):
             if isinstance(error, asyncio.CancelledError):
                 raise
             return sandbox_pb2.ExecReply(timed_out=True, exit_code=137)
-        return sandbox_pb2.ExecReply(stdout=out, stderr=err or b"", exit_code=process.returncode)
+        code = process.returncode or 0
+        # As the contract says: 128 + n for death by signal n.
+        code = code if code >= 0 else 128 - code
+        return sandbox_pb2.ExecReply(stdout=out, stderr=err or b"", exit_code=code)
 
     async def Upload(self, request_iterator: Any, context: Any) -> sandbox_pb2.UploadReply:
         first: Any = None

@@ -40,6 +40,11 @@ SOLVE_COMMAND = "/solution/solve.sh"
 _CAPS = frozenset({AgentEnd.TURN_CAP, AgentEnd.TOKEN_CAP, AgentEnd.TIME_BUDGET, AgentEnd.LOOP})
 
 
+_FIRST_SIGNAL_STATUS = 129
+_NUM_SIGNALS = 64
+"""A shell's status for a command that died of signal n is 128 + n."""
+
+
 class Death(StrEnum):
     """How a run of the tests can fail to say anything."""
 
@@ -146,7 +151,10 @@ class FreshSandboxVerifier(BaseVerifier):
         reward = await self._reward(reply.stdout, truncated=reply.stdout_dropped_bytes > 0)
         if reply.oom_killed and not reward:
             return TestRun(None, Death.OOM, reply.exit_code)
-        if reward is None:
+        # Killed by a signal before it could pass: not a verdict on the patch, but a death like any
+        # other, which a second run beside the gold patch explains.
+        killed = _FIRST_SIGNAL_STATUS <= reply.exit_code < _FIRST_SIGNAL_STATUS + _NUM_SIGNALS
+        if reward is None or (killed and not reward):
             return TestRun(None, Death.SILENT, reply.exit_code)
         return TestRun(reward, None, reply.exit_code)
 
