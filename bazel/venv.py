@@ -192,10 +192,16 @@ def main(argv: List[str]) -> int:
     """Makes one environment and prints its description as JSON; 1 and one message on failure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("env", choices=sorted(ENVS))
-    parser.add_argument("--lock", required=True)
+    parser.add_argument("--lock", help="the hash lock; not needed with --find")
+    parser.add_argument("--find", action="store_true", help="only look for the base interpreter")
     parser.add_argument("--system-site", action="store_true")
     args = parser.parse_args(argv)
+    if not args.find and not args.lock:
+        parser.error("--lock is needed")
     try:
+        if args.find:
+            print(find_interpreter(args.env, args.system_site))
+            return 0
         print(json.dumps(describe(make(args.env, args.lock, args.system_site))))
     except VenvError as error:
         print(f"swe_rl: {error}", file=sys.stderr)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -81,6 +82,33 @@ def test_missing_python_312_is_one_clear_message(tmp_path: pathlib.Path) -> None
     assert len(done.stderr.splitlines()) == 1
     for part in ("no Python 3.12", "pyenv install 3.12", "SWE_RL_HARNESS_PYTHON"):
         assert part in done.stderr
+
+
+def test_the_wrapper_says_so_before_bazel_starts(tmp_path: pathlib.Path) -> None:
+    """`bazelw` with only Python 3.11 about: one line at once, and Bazel is not started."""
+    root = tmp_path / "root"
+    (root / "bazel").mkdir(parents=True)
+    (root / "tools").mkdir()
+    for name in ("bazelw", "bazel/venv.py"):
+        shutil.copy(name, root / name)
+    (root / "tools/bazel").write_text("#!/bin/sh\necho bazel was started\n")
+    (root / "tools/bazel").chmod(0o755)
+    only = tmp_path / "bin"
+    only.mkdir()
+    base = os.path.join(sys.base_prefix, "bin", "python3")
+    for name in ("python3", "python3.11"):
+        (only / name).symlink_to(base)
+    for name in ("bash", "dirname", "g++", "env"):
+        (only / name).symlink_to(str(shutil.which(name)))
+    env = {"PATH": str(only), "HOME": str(tmp_path), "BAZEL": str(root / "tools/bazel")}
+    done = subprocess.run(
+        [root / "bazelw", "test"], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: no Python 3.12")
+    assert "pyenv install 3.12" in line
 
 
 def test_override_of_the_wrong_version_is_refused(tmp_path: pathlib.Path) -> None:
