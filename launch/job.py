@@ -57,7 +57,12 @@ class Job:
         self._state: dict[str, Any] = run.load_state()
 
     async def run(self) -> None:
-        """Runs to the end. Raises LaunchError; the state then tells where `resume` goes on."""
+        """Runs to the end. Raises LaunchError; the state then tells where `resume` goes on.
+
+        A run that is over stays as it is: nothing is started, no count is overwritten.
+        """
+        if self._state.get("finished"):
+            return
         async with self._step("prepare"):
             await programs.prepare(self._recipe, self._run)
         async with self._deployment.running(self._notify) as (rollout, trainer):
@@ -108,6 +113,8 @@ class Job:
         await self._evaluate(rollout, trainer, "rl")
         async with self._step("finish"):
             await self._finish(rollout, trainer)
+        self._state["finished"] = True
+        self._run.save_state(self._state)
 
     async def _train(
         self,

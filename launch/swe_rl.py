@@ -85,7 +85,10 @@ def _split_recipe(arguments: list[str]) -> tuple[str, list[str]]:
         elif argument.startswith("--") and "=" in argument:
             overrides.append(argument)
         else:
-            raise UsageError(f"cannot read {argument!r}: want `@ RECIPE` or --section.field=value")
+            raise UsageError(
+                f"cannot read {argument!r}: want `@ RECIPE`, --section.field=value, or one of the "
+                f"commands {', '.join(_COMMANDS)}"
+            )
     if recipe.endswith(".toml"):
         recipe = str(_workdir() / recipe)
     return recipe, overrides
@@ -98,7 +101,7 @@ def run(
         bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")
     ] = False,
 ) -> None:
-    """Runs the job of a recipe: `[@ NAME|PATH.toml] [--section.field=value ...]`; default: cpu."""
+    """Runs the job of a recipe: `@ NAME` or `@ PATH.toml`, then `--section.field=value`s; default: cpu."""
     from launch.deploy import Deployment
     from launch.recipe import load_recipe
     from launch.run_directory import RunDirectory
@@ -156,7 +159,8 @@ def evaluate(
     """Evaluates an agent on a task set and prints pass@1 and the causes."""
     from launch.standalone import evaluate_tasks
 
-    model = _find_run(run_name).export if agent == "mini" else None
+    exported = "export/config.json"
+    model = _find_run(run_name, exported).export if agent == "mini" else None
     _execute(
         evaluate_tasks(
             workdir=_workdir(), tasks=tasks, agent=agent, model=model, attempts=attempts,
@@ -234,7 +238,8 @@ def _show(run_directory: Any) -> None:
     console.print(f"report: {path}", highlight=False, soft_wrap=True)
 
 
-def _find_run(name: str) -> Any:
+def _find_run(name: str, holding: str = "config.toml") -> Any:
+    """The named run, or the newest one that has the file `holding`. Raises UsageError."""
     from launch.run_directory import RunDirectory
 
     if name:
@@ -245,10 +250,16 @@ def _find_run(name: str) -> Any:
                 f"no run {name!r}: looked for config.toml in {' and '.join(map(str, candidates))}"
             )
         return RunDirectory(found[0].absolute())
-    runs = sorted((_workdir() / "runs").glob("*/config.toml"), key=lambda p: p.stat().st_mtime)
+    runs = [path.parent for path in (_workdir() / "runs").glob("*/config.toml")]
+    runs = sorted(
+        (root for root in runs if (root / holding).exists()),
+        key=lambda root: (root / "config.toml").stat().st_mtime,
+    )
     if not runs:
-        raise UsageError(f"no run below {_workdir() / 'runs'}: start one with `swe_rl run`")
-    return RunDirectory(runs[-1].parent.absolute())
+        raise UsageError(
+            f"no run below {_workdir() / 'runs'} with {holding}: `swe_rl run` makes one"
+        )
+    return RunDirectory(runs[-1].absolute())
 
 
 def _note_resume(run_directory: Any) -> None:

@@ -76,3 +76,13 @@ def test_a_steps_parts_add_up(finished):
             step[f"time_{p}_s"] for p in ("wait", "fetch", "logprob", "update", "publish", "other")
         ]
         assert sum(parts) == pytest.approx(step["time_step_s"], abs=1e-6)
+
+
+def test_resuming_a_finished_run_shows_it_again_and_changes_nothing(finished):
+    _, root = finished
+    counters = (root / "metrics" / "counters.json").read_bytes()
+    outcome = swe_rl(root.parent.parent, "resume", timeout_s=60)
+    assert outcome.code == 0, outcome.err
+    assert "pass@1" in outcome.out
+    assert outcome.left == {}
+    assert (root / "metrics" / "counters.json").read_bytes() == counters
