@@ -77,11 +77,16 @@ class ManagerLink:
         self._client = client
         self._publisher = publisher
         self._retry_s = retry_s
+        self._closing = False
         self._publish_errors: tuple[type[Exception], ...] = (
             UnavailableError,
             DeadlineError,
             *publish_errors,
         )
+
+    def stop_retrying(self) -> None:
+        """From now on an unavailable manager is not waited for: the process is ending. Any thread."""
+        self._closing = True
 
     def next_batch(
         self, request: rollout_pb2.NextBatchRequest, timeout_s: float
@@ -153,7 +158,7 @@ class ManagerLink:
             try:
                 return await call()
             except UnavailableError as error:
-                if time.monotonic() >= give_up:
+                if time.monotonic() >= give_up or self._closing:
                     raise
                 _log.warning("manager unavailable, trying again: %s", error)
                 await asyncio.sleep(_BACKOFF_S)

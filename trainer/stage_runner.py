@@ -186,6 +186,8 @@ class StageRunner:
         with self._lock:
             self._stopping = True
             self._save_on_stop = self._save_on_stop or save_checkpoint
+        if self._link is not None:
+            self._link.stop_retrying()
         self._wake()
 
     # ---- main thread -----------------------------------------------------------------
