@@ -91,6 +91,14 @@ class Deployment:
     def _address(self, name: str) -> str:
         return f"127.0.0.1:{self._ports[name]}"
 
+    def resolved(self) -> dict[str, Any]:
+        """Each package's section with every setting, defaults and filled-in values included."""
+        sections = {"broker": "sandbox", "manager": "rollout", "worker": "harness"}
+        return {
+            sections.get(name, name): config.model_dump(mode="json", exclude_none=True)
+            for name, config in self._configs.items()
+        }
+
     @property
     def broker_address(self) -> str:
         """HOST:PORT of the sandbox broker."""
@@ -118,7 +126,12 @@ class Deployment:
     def _rollout_config(self) -> BaseModel:
         rl, given = self._recipe.rl, self._recipe.rollout
         sampling = {"banned_token_ids": [0, 1, 3, 4, 5], "stop_token_ids": [2]}
-        engines: dict[str, Any] = {"python": PYTHON["engine"], "model_path": str(self._model)}
+        engines: dict[str, Any] = {
+            "python": PYTHON["engine"],
+            "model_path": str(self._model),
+            "context_length": 512,
+            "max_total_tokens": 16384,
+        }
         if self._serve_model is not None:
             engines["load_format"] = "auto"
         elif not self.serves_model:
@@ -131,6 +144,9 @@ class Deployment:
             "max_staleness": rl.max_staleness,
             "sampling": sampling,
             "engines": engines,
+            # What the tiny policy is made for; a recipe for another model sets its own.
+            "caps": {"max_new_tokens_per_turn": 40, "max_total_tokens": 512, "max_turns": 4},
+            "scheduler": {"hard_context_cap": 512, "growth_tokens": 64},
         }
         return validated(RolloutConfig, _merged(defaults, given), "[rollout]")
 

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ from rich.markup import escape
 from launch import collect, programs
 from launch.deploy import Deployment
 from launch.errors import JobFailed
-from launch.evaluation import evaluate, is_evaluated
+from launch.evaluation import evaluate, evaluation_name, is_evaluated
 from launch.monitor import Monitor
 from launch.recipe import Recipe
 from launch.run_directory import RunDirectory, write_json
@@ -188,7 +189,7 @@ class Job:
         await self._publish(rollout, trainer, stage)
         async with self._step(f"evaluate {stage}"):
             for temperature, attempts_per_task in plan:
-                await evaluate(
+                result = await evaluate(
                     rollout,
                     self._run.metrics,
                     stage=stage,
@@ -197,6 +198,21 @@ class Job:
                     flush_before=True,
                     timeout_s=settings.timeout_s,
                 )
+                if not any(task["rewards"] for task in result["tasks"]):
+                    await self._explain_unscored(rollout, result, stage, temperature)
+
+    async def _explain_unscored(
+        self, rollout: RolloutClient, result: dict[str, Any], stage: str, temperature: float
+    ) -> None:
+        """An evaluation without one score is no result. Raises JobFailed with an attempt's evidence."""
+        causes = Counter(cause for task in result["tasks"] for cause in task["causes"])
+        attempts = await rollout.list_attempts(evaluation_name(stage, temperature))
+        evidence = next((a.report.evidence for a in attempts if a.report.evidence), "none given")
+        told = ", ".join(f"{cause} {count}" for cause, count in causes.most_common())
+        raise JobFailed(
+            f"no attempt of the evaluation of {stage} was scored ({told}); the first said: "
+            f"{evidence[:300]} (logs: {self._run.logs})"
+        )
 
     async def _publish(self, rollout: RolloutClient, trainer: TrainerClient, stage: str) -> None:
         """Publishes, unless every engine serves what the trainer published last."""

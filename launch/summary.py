@@ -21,6 +21,7 @@ def print_summary(run: RunDirectory, console: Console) -> None:
             "gain on the stage before",
             "tasks",
             "attempts",
+            "causes",
         ):
             table.add_column(column)
         for row in data.evaluations:
@@ -31,6 +32,7 @@ def print_summary(run: RunDirectory, console: Console) -> None:
                 row.gain.percent() if row.gain else "",
                 str(row.interval.num_tasks if row.interval else 0),
                 str(row.num_attempts),
+                ", ".join(f"{cause} {count}" for cause, count in row.causes.items()),
             )
         console.print(table)
     if data.probe:

@@ -108,9 +108,6 @@ def run(
 
     source, overrides = _split_recipe(context.args)
     name, recipe = load_recipe(source, overrides)
-    if dry_run:
-        console.print(_toml(recipe), highlight=False, markup=False, soft_wrap=True)
-        return
     folder = recipe.run.name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_directory = RunDirectory((_workdir() / recipe.run.directory / folder).absolute())
     if run_directory.config.exists():
@@ -119,6 +116,10 @@ def run(
             f"the run {run_directory.root} exists: `swe_rl resume {found_by}` continues it"
         )
     deployment = Deployment(recipe, run_directory)  # a bad setting leaves no folder behind
+    if dry_run:
+        resolved = recipe.model_copy(update=deployment.resolved())
+        console.print(_toml(resolved), highlight=False, markup=False, soft_wrap=True)
+        return
     run_directory.create()
     run_directory.config.write_text(_toml(recipe))
     _job(recipe, run_directory, deployment)
@@ -219,6 +220,10 @@ def _job(recipe: Any, run_directory: Any, deployment: Any, resumed: bool = False
         console.print(f"run: {run_directory.root}", highlight=False, soft_wrap=True)
         try:
             _execute(Job(recipe, run_directory, deployment, console).run())
+        except typer.Exit:
+            name = run_directory.root.name
+            console.print(f"interrupted: `swe_rl resume {name}` goes on with it", highlight=False)
+            raise
         finally:
             _show(run_directory)
     finally:
@@ -304,7 +309,8 @@ def main() -> int:
         # typer's own usage errors (click's) carry a message and a code, and deserve no traceback.
         if not hasattr(error, "format_message"):
             raise
-        print(f"error: {error.format_message()}", file=sys.stderr)
+        if message := error.format_message():  # a bare group has printed its help instead
+            print(f"error: {message}", file=sys.stderr)
         return 2
     return result if isinstance(result, int) else 0
 

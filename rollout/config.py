@@ -142,4 +142,10 @@ class RolloutConfig(BaseModel):
                 f"scheduler.hard_context_cap {self.scheduler.hard_context_cap}: long attempts "
                 "would be refused by the scheduler; raise hard_context_cap or lower the cap"
             )
+        if self.engines.num_engines and self.caps.max_total_tokens > self.engines.context_length:
+            raise ValueError(
+                f"caps.max_total_tokens {self.caps.max_total_tokens} is above "
+                f"engines.context_length {self.engines.context_length}: the engines would refuse "
+                "long attempts; raise context_length or lower the cap"
+            )
         return self

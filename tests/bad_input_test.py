@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import tomllib
 
 import pytest
 
@@ -50,6 +51,13 @@ def test_a_run_name_that_is_no_folder_name(tmp_path, name):
 def test_wrong_type(tmp_path):
     outcome = swe_rl(tmp_path, "@", "smoke", "--rl.num_steps=many", timeout_s=_SECONDS)
     check(outcome, "rl.num_steps", "got 'many'")
+
+
+def test_caps_that_the_engines_would_refuse(tmp_path):
+    outcome = swe_rl(
+        tmp_path, "@", "smoke", "--rollout.engines.context_length=256", timeout_s=_SECONDS
+    )
+    check(outcome, "[rollout]", "caps.max_total_tokens 512 is above engines.context_length 256")
 
 
 def test_missing_task_directory(tmp_path):
@@ -125,3 +133,14 @@ def test_help_needs_no_torch(tmp_path):
     assert outcome.code == 0
     for command in ("run", "resume", "eval", "report", "tasks"):
         assert command in outcome.out
+
+
+def test_a_dry_run_shows_every_setting_and_starts_nothing(tmp_path):
+    outcome = swe_rl(tmp_path, "run", "@", "smoke", "--dry-run", timeout_s=_SECONDS)
+    assert outcome.code == 0, outcome.err
+    resolved = tomllib.loads(outcome.out)
+    assert resolved["rollout"]["caps"]["max_new_tokens_per_turn"] == 40
+    assert resolved["trainer"]["rl"]["optim"]["lr"] == 2e-4
+    assert resolved["harness"]["concurrency"] == 16
+    assert not (tmp_path / "runs").exists()
+    assert outcome.left == {}

@@ -36,10 +36,10 @@ class EngineConfig(BaseModel):
     ports: tuple[int, ...] = ()
     """One port an engine, 0 chooses a free one at each start; empty: all chosen."""
 
-    context_length: int = Field(default=2048, gt=0)
+    context_length: int = Field(default=65536, gt=0)
     """Prompt plus sampled tokens of one request; the server refuses more."""
 
-    max_total_tokens: int = Field(default=16384, gt=0)
+    max_total_tokens: int = Field(default=1_500_000, gt=0)
     """Tokens that fit one engine's KV cache: its token budget."""
 
     max_running_requests: int = Field(default=32, gt=0)
