@@ -1,6 +1,6 @@
 """Brings what the services counted and recorded into `metrics/`, for the report.
 
-Owner of `metrics/attempts.jsonl` and `metrics/counters.json`.
+Owner of `metrics/attempts.jsonl`, `metrics/counters.json` and `metrics/overlap.json`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from launch.evaluation import cause_name, load_evaluations
+from launch.overlap import DecodedTurn, Timeline, measure
+from launch.report.data import load_run
 from launch.run_directory import write_json
-from proto import rollout_pb2
+from proto import rollout_pb2, trajectory_pb2
 from rollout.client import RolloutClient
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ _HTTP_TIMEOUT_S = 10.0
 _SETTLE_S = 2.5
 """More than twice the default interval at which the manager polls its engines."""
 _SETTLE_TIMEOUT_S = 20.0
+_ATTEMPTS_PER_FETCH = 1000
 _PARTS = ("environment", "model", "tool", "verifier", "overhead")
 
 
@@ -44,6 +47,8 @@ def attempt_row(summary: rollout_pb2.AttemptSummary) -> dict[str, Any]:
         "num_tries": summary.num_tries,
         "oldest_weight_version": ref.oldest_weight_version,
         "consumed_at_version": summary.consumed_at_version,
+        "started_at": ref.started_at.ToNanoseconds() / 1e9,
+        "finished_at": ref.finished_at.ToNanoseconds() / 1e9,
         "duration_s": (ref.finished_at.ToDatetime() - ref.started_at.ToDatetime()).total_seconds(),
         "num_model_calls": report.num_model_calls,
         "num_commands": report.num_commands,
@@ -63,6 +68,39 @@ async def attempts(rollout: RolloutClient, metrics: Path) -> None:
     os.replace(temporary, metrics / "attempts.jsonl")
 
 
+def rl_steps(metrics: Path) -> list[dict[str, Any]]:
+    """Rows of metrics/rl.jsonl, those of the surviving lineage."""
+    return list(load_run(metrics.parent).steps.get("rl", []))
+
+
+async def overlap(rollout: RolloutClient, metrics: Path, max_staleness: int) -> None:
+    """Writes metrics/overlap.json (launch/overlap.py defines it) from every attempt's turns."""
+    steps = rl_steps(metrics)
+    timeline = Timeline(steps)
+    summaries = await _all_attempts(rollout, load_evaluations(metrics))
+    ids = [
+        s.ref.attempt_id
+        for s in summaries
+        if timeline.touches(
+            s.ref.started_at.ToNanoseconds() / 1e9, s.ref.finished_at.ToNanoseconds() / 1e9
+        )
+    ]
+    turns = []
+    for start in range(0, len(ids), _ATTEMPTS_PER_FETCH):
+        part = ids[start : start + _ATTEMPTS_PER_FETCH]
+        turns += [decoded_turn(t) async for t in rollout.fetch_turns(part, omit_content=True)]
+    write_json(metrics / "overlap.json", measure(steps, turns, max_staleness))
+
+
+def decoded_turn(turn: trajectory_pb2.TurnRecord) -> DecodedTurn:
+    """When a durable turn was in an engine, and what it sampled."""
+    timings = turn.timings
+    received_at = timings.received_at.ToNanoseconds() / 1e9
+    began_at = received_at + timings.queued.ToNanoseconds() / 1e9
+    ended_at = began_at + timings.generating.ToNanoseconds() / 1e9
+    return DecodedTurn(began_at, ended_at, max((s.end for s in turn.version_spans), default=0))
+
+
 async def counters(rollout: RolloutClient, deployment: Deployment, metrics: Path) -> None:
     """Writes what each side counted: {what: {side: count}}."""
     write_json(
@@ -79,11 +117,10 @@ async def compare_counters(
     A process counts from its own start, so what the ledger holds from before a resume is left out.
     """
     manager = await _settled_status(rollout)
-    summaries = list(await rollout.list_attempts())
-    for name in evaluations:
-        summaries += await rollout.list_attempts(evaluation=name)
     summaries = [
-        s for s in summaries if s.ref.finished_at.ToMicroseconds() > 1e6 * deployment.started_at
+        s
+        for s in await _all_attempts(rollout, evaluations)
+        if s.ref.finished_at.ToMicroseconds() > 1e6 * deployment.started_at
     ]
     before = deployment.at_start
     broker = (await deployment.sandbox_status()).counters
@@ -115,6 +152,15 @@ async def compare_counters(
         },
         "execs": execs,
     }
+
+
+async def _all_attempts(
+    rollout: RolloutClient, evaluations: dict[str, Any]
+) -> list[rollout_pb2.AttemptSummary]:
+    summaries = list(await rollout.list_attempts())
+    for name in evaluations:
+        summaries += await rollout.list_attempts(evaluation=name)
+    return summaries
 
 
 async def _settled_status(rollout: RolloutClient) -> rollout_pb2.GetStatusReply:

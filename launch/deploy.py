@@ -105,6 +105,18 @@ class Deployment:
         return self._address("broker")
 
     @property
+    def manager_address(self) -> str:
+        """HOST:PORT of the rollout manager."""
+        return self._address("manager")
+
+    @property
+    def num_slots(self) -> int:
+        """Attempts that run at a time, over all harness workers."""
+        config = self._configs["worker"]
+        assert isinstance(config, HarnessConfig)
+        return config.concurrency * len(self._workers)
+
+    @property
     def serves_model(self) -> bool:
         """True when there are engines and gateways: something may ask the policy."""
         return self._with_trainer or self._serve_model is not None

@@ -8,7 +8,8 @@ says that it is done, so that `resume` is the same call again.
     pretrain  trainer stage -> publish -> evaluate `base`
     sft       trainer stage -> publish -> evaluate `sft` -> probe engine against trainer
     rl        open admission, trainer stage (publishes itself), close admission
-              -> evaluate `rl` -> export, counters, attempts, report
+              -> evaluate `rl` -> export, counters, attempts, overlap, report
+    compare   the engines alone on RL's trajectories, once every side's counts are taken
 
 The supervisor guards the whole: a process that fails for good ends the job with its reason.
 """
@@ -28,11 +29,12 @@ import grpc.aio
 from rich.console import Console
 from rich.markup import escape
 
-from launch import collect, programs
+from launch import collect, programs, throughput
 from launch.deploy import Deployment
 from launch.errors import JobFailed
 from launch.evaluation import evaluate, evaluation_name, is_evaluated
 from launch.monitor import Monitor
+from launch.overlap import Timeline
 from launch.recipe import Recipe
 from launch.run_directory import RunDirectory, write_json
 from launch.task_index import add_tasks, read_index
@@ -114,6 +116,7 @@ class Job:
         await self._evaluate(rollout, trainer, "rl")
         async with self._step("finish"):
             await self._finish(rollout, trainer)
+        await self._compare(rollout)
         self._state["finished"] = True
         self._run.save_state(self._state)
 
@@ -279,6 +282,31 @@ class Job:
         await trainer.export(str(self._run.export))
         await collect.attempts(rollout, self._run.metrics)
         await collect.counters(rollout, self._deployment, self._run.metrics)
+        if self._turns_are_kept:
+            await collect.overlap(rollout, self._run.metrics, self._recipe.rl.max_staleness)
+
+    @property
+    def _turns_are_kept(self) -> bool:
+        return bool(self._recipe.rollout.get("keep_consumed_tokens", True))
+
+    async def _compare(self, rollout: RolloutClient) -> None:
+        """Sets RL's rate beside that of the engines alone. A run whose comparison fails is told so
+        and stays as good as it was.
+        """
+        settings = self._recipe.evaluation
+        async with self._step("generate only"):
+            try:
+                await throughput.measure(
+                    self._run,
+                    self._deployment.manager_address,
+                    await rollout.list_attempts(),
+                    Timeline(collect.rl_steps(self._run.metrics)),
+                    num_trajectories=settings.generate_only_trajectories * self._turns_are_kept,
+                    concurrency=self._deployment.num_slots,
+                    time_limit_s=settings.generate_only_time_limit_s,
+                )
+            except JobFailed as error:
+                self._notify(f"the engines' rate without RL was not measured: {error}")
 
     @asynccontextmanager
     async def _step(self, name: str) -> AsyncIterator[None]:

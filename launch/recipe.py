@@ -96,6 +96,11 @@ class EvaluationSettings(_Section):
     """For one evaluation, in seconds."""
     probe_min_tokens: int = Field(default=5000, gt=0)
     """The probe fails the job when fewer tokens were compared."""
+    generate_only_trajectories: int = Field(default=0, ge=0)
+    """RL trajectories that the engines sample again after RL, with nothing else running: what RL's
+    rate is compared with. 0: none. Whole groups are taken, so about as many."""
+    generate_only_time_limit_s: float = Field(default=60.0, gt=0)
+    """No trajectory of that comparison is started later, in seconds."""
 
 
 class FleetSettings(_Section):

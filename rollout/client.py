@@ -137,6 +137,14 @@ class RolloutClient:
         request = pb.ListAttemptsRequest(evaluation=evaluation)
         return [m async for m in self._stream(self._stub.ListAttempts, request)]
 
+    async def fetch_turns(
+        self, attempt_ids: Sequence[str], *, omit_content: bool = False
+    ) -> AsyncIterator[tpb.TurnRecord]:
+        """Durable turns of finished attempts, in the order of the request and of turn_index."""
+        request = pb.FetchTurnsRequest(attempt_ids=attempt_ids, omit_content=omit_content)
+        async for message in self._stream(self._stub.FetchTurns, request):
+            yield message.turn
+
     # ---- gateways
 
     async def get_session(

@@ -129,6 +129,20 @@ class RolloutServicer(pb_grpc.RolloutManagerServicer):
         for attempt in finished:
             yield _summary(attempt)
 
+    @_stream
+    async def FetchTurns(
+        self, request: pb.FetchTurnsRequest, context: _Context
+    ) -> AsyncIterator[pb.FetchTurnsReply]:
+        for attempt_id in request.attempt_ids:
+            for turn in self._manager.sessions.finished_turns(attempt_id):
+                if request.omit_content:
+                    turn.ClearField("prompt_ids")
+                    turn.ClearField("sampled_ids")
+                    turn.ClearField("rollout_logprobs")
+                    turn.ClearField("new_messages_json")
+                    turn.ClearField("assistant_message_json")
+                yield pb.FetchTurnsReply(turn=turn)
+
     # ---- gateways
 
     @_stream

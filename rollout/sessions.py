@@ -117,9 +117,7 @@ class Sessions:
 
     def training_sequences(self, attempt_id: str) -> list[tpb.TokenSequence]:
         """The branches of a finished attempt. Raises NotFoundError for any other."""
-        attempt = self._attempts.get(attempt_id)
-        if attempt.state != "finished":
-            raise NotFoundError(f"attempt {attempt_id} is {attempt.state}: not finished yet")
+        attempt = self._finished(attempt_id)
         branches, _ = build_sequences(list(self.turns(attempt)))
         for branch in branches:
             branch.group_id, branch.task_id = attempt.group_id, attempt.task_id
@@ -127,6 +125,16 @@ class Sessions:
             if attempt.reward is not None:
                 branch.reward = attempt.reward
         return branches
+
+    def finished_turns(self, attempt_id: str) -> Iterator[tpb.TurnRecord]:
+        """Turns of a finished attempt, in order. Raises NotFoundError for any other."""
+        return self.turns(self._finished(attempt_id))
+
+    def _finished(self, attempt_id: str) -> Attempt:
+        attempt = self._attempts.get(attempt_id)
+        if attempt.state != "finished":
+            raise NotFoundError(f"attempt {attempt_id} is {attempt.state}: not finished yet")
+        return attempt
 
     def _parent_length(self, attempt: Attempt, turn: tpb.TurnRecord) -> int:
         if turn.parent_turn_index < 0:

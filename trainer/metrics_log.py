@@ -1,7 +1,8 @@
 """A run's metrics: kept in memory for streams, appended to JSONL, and to TensorBoard events.
 
     metrics/<stage>.jsonl       one flat object a step: stage, step, weight_version,
-                                finished_at (Unix seconds), staleness_histogram, scalars by name
+                                finished_at (Unix seconds), staleness_histogram, scalars by name;
+                                of RL steps also spans: [part, begin, end] (Unix seconds)
     metrics/events/<stage>/     the same scalars for TensorBoard
 
 Owner: the trainer's main thread writes; any thread may read `since` and be notified.
@@ -17,7 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trainer.step_clock import Span
+
 _RESERVED = ("stage", "step", "weight_version", "finished_at", "staleness_histogram")
+_SPANS = "spans"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +34,15 @@ class StepRecord:
     finished_at: float  # Unix seconds
     scalars: dict[str, float]
     staleness_histogram: dict[int, int] = dataclasses.field(default_factory=dict)
+    spans: list[Span] = dataclasses.field(default_factory=list)
+    """When each part of the step was, in order; empty where nobody asks."""
 
     def to_json(self) -> str:
         """One JSONL line, flat. Scalars that are not finite are left out: JSON has none."""
         fields = dataclasses.asdict(self)
         scalars = fields.pop("scalars")
+        if not self.spans:
+            del fields[_SPANS]
         return json.dumps(fields | {k: v for k, v in scalars.items() if math.isfinite(v)})
 
     @classmethod
@@ -43,7 +51,8 @@ class StepRecord:
         fields = json.loads(line)
         reserved = {name: fields.pop(name) for name in _RESERVED}
         histogram = {int(k): int(v) for k, v in reserved.pop("staleness_histogram").items()}
-        return cls(**reserved, staleness_histogram=histogram, scalars=fields)
+        spans = [(str(part), float(a), float(b)) for part, a, b in fields.pop(_SPANS, [])]
+        return cls(**reserved, staleness_histogram=histogram, scalars=fields, spans=spans)
 
 
 class MetricsLog:

@@ -8,7 +8,8 @@ from trainer.step_clock import StepClock
 
 
 def step(number: int, loss: float = 0.5) -> StepRecord:
-    return StepRecord("rl", number, number + 1, 1.5, {"loss": loss}, {0: 3, 2: 1})
+    spans = [("wait", 0.25, 1.0), ("update", 1.0, 1.5)]
+    return StepRecord("rl", number, number + 1, 1.5, {"loss": loss}, {0: 3, 2: 1}, spans)
 
 
 def test_lines_are_flat_and_come_back(tmp_path: Path) -> None:
@@ -61,10 +62,16 @@ def test_listeners_hear_of_each_step(tmp_path: Path) -> None:
 
 def test_parts_of_a_step_add_up() -> None:
     ticks = iter([10.0, 11.0, 13.0, 13.5, 20.0])
-    clock = StepClock(lambda: next(ticks))
+    clock = StepClock(lambda: next(ticks), wall_clock=lambda: 1000.0)
     clock.lap("wait")
     clock.lap("fetch")
     clock.lap("wait")
     got = clock.scalars()
     assert (got["time_wait_s"], got["time_fetch_s"], got["time_other_s"]) == (1.5, 2.0, 6.5)
     assert got["time_step_s"] == 10.0
+    assert clock.spans == [
+        ("wait", 1000.0, 1001.0),
+        ("fetch", 1001.0, 1003.0),
+        ("wait", 1003.0, 1003.5),
+        ("other", 1003.5, 1010.0),
+    ]

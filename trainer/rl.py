@@ -92,6 +92,7 @@ class RlStage:
                     time.time(),
                     scalars | clock.scalars(),
                     batch.staleness,
+                    clock.spans,
                 )
             )
 

@@ -107,8 +107,9 @@ class EngineClient:
         banned_token_ids: Sequence[int],
         extra_key: str,
         timeout_s: float,
+        ignore_stops: bool = False,
     ) -> Generation:
-        """Samples up to `max_new_tokens` ids after `prompt_ids`.
+        """Samples up to `max_new_tokens` ids after `prompt_ids`; exactly so many if `ignore_stops`.
 
         Raises EngineLostError (another engine may do), EngineRefusedError, TimeoutError.
         """
@@ -119,6 +120,8 @@ class EngineClient:
             "no_stop_trim": True,
             "skip_special_tokens": False,
         }
+        if ignore_stops:
+            sampling["ignore_eos"] = True  # stop_token_ids too
         if banned_token_ids:
             sampling["logit_bias"] = {str(i): BANNED_BIAS for i in banned_token_ids}
         body: dict[str, Any] = {
