@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from proto import rollout_pb2, trajectory_pb2
 from rollout.client import DeadlineError, RolloutClient, UnavailableError
 
 _POLL_S = 20.0
+_RETRY_S = 0.2
 
 
 def cause_name(cause: int) -> str:
@@ -52,26 +54,29 @@ async def evaluate(
     agent: str = "mini",
     flush_before: bool = False,
     timeout_s: float,
+    republish: Callable[[], Awaitable[object]] | None = None,
 ) -> dict[str, Any]:
     """Evaluates and returns the result, which is also kept in metrics/evaluations.json.
 
-    A result that is already there is returned as it is. Raises JobFailed at the deadline.
+    A result that is already there is returned as it is. republish publishes the same weights again,
+    when the engines that served them are lost; the evaluation then starts over at their new version.
+    Raises JobFailed at the deadline.
     """
+    deadline = time.monotonic() + timeout_s
     name = evaluation_name(stage, temperature)
     results = load_evaluations(metrics)
     if name in results:
         return dict(results[name])
-    await client.start_evaluation(
-        rollout_pb2.StartEvaluationRequest(
-            name=name,
-            pool=pool,
-            attempts_per_task=attempts_per_task,
-            temperature=temperature,
-            agent=agent,
-            flush_before=flush_before,
-        )
+    request = rollout_pb2.StartEvaluationRequest(
+        name=name,
+        pool=pool,
+        attempts_per_task=attempts_per_task,
+        temperature=temperature,
+        agent=agent,
+        flush_before=flush_before,
     )
-    reply = await _finished(client, name, timeout_s)
+    await _start(client, request, deadline)
+    reply = await _finished(client, request, deadline, timeout_s, republish)
     result = {
         "stage": stage,
         "temperature": temperature,
@@ -92,23 +97,48 @@ async def evaluate(
     return result
 
 
-async def _finished(
-    client: RolloutClient, name: str, timeout_s: float
-) -> rollout_pb2.GetEvaluationReply:
-    deadline = time.monotonic() + timeout_s
-    reply = rollout_pb2.GetEvaluationReply()
-    while time.monotonic() < deadline:
-        left = min(_POLL_S, deadline - time.monotonic())
+async def _start(
+    client: RolloutClient, request: rollout_pb2.StartEvaluationRequest, deadline: float
+) -> None:
+    """Starts it, or a cancelled one over; a manager that is being restarted is waited for."""
+    while True:
         try:
-            reply = await client.get_evaluation(
-                rollout_pb2.GetEvaluationRequest(name=name), timeout_s=max(left, 0.1)
-            )
+            await client.start_evaluation(request)
+            return
         except (DeadlineError, UnavailableError):
-            await asyncio.sleep(0.2)
+            if time.monotonic() >= deadline:
+                raise
+            await asyncio.sleep(_RETRY_S)
+
+
+async def _finished(
+    client: RolloutClient,
+    request: rollout_pb2.StartEvaluationRequest,
+    deadline: float,
+    timeout_s: float,
+    republish: Callable[[], Awaitable[object]] | None,
+) -> rollout_pb2.GetEvaluationReply:
+    asked = rollout_pb2.GetEvaluationRequest(name=request.name)
+    reply = rollout_pb2.GetEvaluationReply()
+    while (left := min(_POLL_S, deadline - time.monotonic())) > 0:
+        try:
+            reply = await client.get_evaluation(asked, timeout_s=max(left, 0.1))
+        except (DeadlineError, UnavailableError):
+            await asyncio.sleep(_RETRY_S)
             continue
-        if reply.finished:
+        if reply.finished and not _is_cancelled(reply):
             return reply
+        if reply.republish_requested and republish is not None:
+            await republish()
+        if reply.finished or reply.republish_requested:
+            await _start(client, request, deadline)
+            await asyncio.sleep(_RETRY_S)
     raise JobFailed(
-        f"evaluation {name} did not end within {timeout_s:.0f} s "
+        f"evaluation {request.name} did not end within {timeout_s:.0f} s "
         f"({reply.num_finished} of {reply.num_attempts} attempts); raise evaluation.timeout_s"
     )
+
+
+def _is_cancelled(reply: rollout_pb2.GetEvaluationReply) -> bool:
+    """True when it lost the version that it was pinned to."""
+    return any(trajectory_pb2.CAUSE_CANCELLED in task.causes for task in reply.tasks)

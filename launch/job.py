@@ -25,6 +25,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+import aiohttp
 import grpc.aio
 from rich.console import Console
 from rich.markup import escape
@@ -45,6 +46,8 @@ from trainer.client import TrainerClient
 T = TypeVar("T")
 _POLL_S = 0.5
 _DRAIN_TIMEOUT_S = 300.0
+_PASSING = (UnavailableError, DeadlineError, aiohttp.ClientError, TimeoutError)
+"""What calls to the manager and over HTTP raise while their process is away."""
 
 
 class Job:
@@ -103,7 +106,8 @@ class Job:
 
     async def _stages(self, rollout: RolloutClient, trainer: TrainerClient) -> None:
         recipe, data = self._recipe, self._run.data
-        await add_tasks(rollout, read_index(self._run.tasks / "index.json"))
+        tasks = read_index(self._run.tasks / "index.json")
+        await self._patiently(lambda: add_tasks(rollout, tasks))
         pretrain, sft = trainer_pb2.STAGE_KIND_PRETRAIN, trainer_pb2.STAGE_KIND_SFT
         rows = data / "pretrain.sequences"
         await self._train(trainer, pretrain, "pretrain", recipe.pretrain.num_steps, rows)
@@ -163,7 +167,7 @@ class Job:
         while True:
             try:
                 return await call()
-            except (grpc.aio.AioRpcError, UnavailableError, DeadlineError) as error:
+            except (*_PASSING, grpc.aio.AioRpcError) as error:
                 if not _is_passing(error) or time.monotonic() > deadline:
                     raise
             await asyncio.sleep(_POLL_S)
@@ -200,6 +204,7 @@ class Job:
                     attempts_per_task=attempts_per_task,
                     flush_before=True,
                     timeout_s=settings.timeout_s,
+                    republish=lambda: self._patiently(trainer.publish),
                 )
                 if not any(task["rewards"] for task in result["tasks"]):
                     await self._explain_unscored(rollout, result, stage, temperature)
@@ -209,7 +214,8 @@ class Job:
     ) -> None:
         """An evaluation without one score is no result. Raises JobFailed with an attempt's evidence."""
         causes = Counter(cause for task in result["tasks"] for cause in task["causes"])
-        attempts = await rollout.list_attempts(evaluation_name(stage, temperature))
+        name = evaluation_name(stage, temperature)
+        attempts = await self._patiently(lambda: rollout.list_attempts(name))
         evidence = next((a.report.evidence for a in attempts if a.report.evidence), "none given")
         told = ", ".join(f"{cause} {count}" for cause, count in causes.most_common())
         raise JobFailed(
@@ -227,7 +233,7 @@ class Job:
         if stage == "rl" and published and serving:
             return  # each RL step publishes itself
         async with self._step(f"publish {stage}"):
-            await trainer.publish()
+            await self._patiently(trainer.publish)
 
     async def _probe(self, trainer: TrainerClient) -> None:
         """Compares the SFT evaluation's log-probs, sampled after a flush, with the trainer's."""
@@ -238,7 +244,7 @@ class Job:
             evaluation = json.loads((self._run.metrics / "evaluations.json").read_text())["sft-t1"]
             attempts = [attempt for task in evaluation["tasks"] for attempt in task["attempt_ids"]]
             version = evaluation["weight_version"]
-            gap = await trainer.measure_gap(attempts, version)
+            gap = await self._patiently(lambda: trainer.measure_gap(attempts, version))
             if gap.num_tokens < self._recipe.evaluation.probe_min_tokens:
                 raise JobFailed(
                     f"the probe compared {gap.num_tokens} tokens, fewer than "
@@ -279,11 +285,12 @@ class Job:
         )
 
     async def _finish(self, rollout: RolloutClient, trainer: TrainerClient) -> None:
-        await trainer.export(str(self._run.export))
-        await collect.attempts(rollout, self._run.metrics)
-        await collect.counters(rollout, self._deployment, self._run.metrics)
+        metrics, staleness = self._run.metrics, self._recipe.rl.max_staleness
+        await self._patiently(lambda: trainer.export(str(self._run.export)))
+        await self._patiently(lambda: collect.attempts(rollout, metrics))
+        await self._patiently(lambda: collect.counters(rollout, self._deployment, metrics))
         if self._turns_are_kept:
-            await collect.overlap(rollout, self._run.metrics, self._recipe.rl.max_staleness)
+            await self._patiently(lambda: collect.overlap(rollout, metrics, staleness))
 
     @property
     def _turns_are_kept(self) -> bool:
@@ -299,7 +306,7 @@ class Job:
                 await throughput.measure(
                     self._run,
                     self._deployment.manager_address,
-                    await rollout.list_attempts(),
+                    await self._patiently(rollout.list_attempts),
                     Timeline(collect.rl_steps(self._run.metrics)),
                     num_trajectories=settings.generate_only_trajectories * self._turns_are_kept,
                     concurrency=self._deployment.num_slots,
@@ -329,7 +336,7 @@ def _is_passing(error: Exception) -> bool:
     if isinstance(error, grpc.aio.AioRpcError):
         passing = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
         return error.code() in passing
-    return isinstance(error, (UnavailableError, DeadlineError))
+    return isinstance(error, _PASSING)
 
 
 @contextlib.contextmanager

@@ -14,11 +14,12 @@ from rich.console import Console
 
 from launch import job as job_module
 from launch.errors import JobFailed
+from launch.evaluation import evaluate
 from launch.job import Job, _told_in_one_line
 from launch.recipe import Recipe
 from launch.run_directory import RunDirectory
-from proto import trainer_pb2
-from rollout.client import ConflictError
+from proto import rollout_pb2, trainer_pb2
+from rollout.client import ConflictError, UnavailableError
 
 
 def rpc_error(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
@@ -91,3 +92,48 @@ def test_refusals_are_told_in_one_line():
         _told_in_one_line(),
     ):
         raise ConflictError("no")
+
+
+class LosingManager:
+    """Away at first; then an evaluation loses its engines, is cancelled by the publication, and ends
+    when it was started again."""
+
+    def __init__(self) -> None:
+        self.script: list[str] = []
+        self.num_asked = 0
+
+    async def start_evaluation(self, _request: Any) -> None:
+        if not self.script:
+            self.script.append("refused")
+            raise UnavailableError("a window is open")
+        self.script.append("started")
+
+    async def get_evaluation(self, _request: Any, timeout_s: float) -> Any:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            raise UnavailableError("restarting")
+        is_over = self.script[-2:] == ["published", "started"]
+        return rollout_pb2.GetEvaluationReply(
+            finished=is_over, republish_requested=not is_over, weight_version=2 + is_over
+        )
+
+    async def publish(self) -> None:
+        self.script.append("published")
+
+
+def test_an_evaluation_that_lost_its_engines_gets_its_weights_again(tmp_path):
+    manager = LosingManager()
+    client: Any = manager
+    result = asyncio.run(
+        evaluate(
+            client,
+            tmp_path,
+            stage="base",
+            temperature=1.0,
+            attempts_per_task=1,
+            timeout_s=60.0,
+            republish=manager.publish,
+        )
+    )
+    assert manager.script == ["refused", "started", "published", "started"]
+    assert result["weight_version"] == 3

@@ -4,6 +4,7 @@ Owner: rollout.manager. Works on the Ledger's connection; `now_s` is passed in.
 
     queued --lease--> leased --first turn--> running --finish--> finished
        ^------------- requeue (lease expired, manager restarted, retry) -----'
+       ^------------- requeue_evaluation (started over at another version) -----------'
 
 Invariants: each lease has a new epoch and a new session key, and only the holder of the
 present epoch may act. A try that was requeued leaves a row in `tries`; its turns stay on
@@ -16,6 +17,7 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from proto import rollout_pb2 as pb
 from proto import trajectory_pb2 as tpb
 from rollout.errors import FencedError, NotFoundError
 from rollout.group_filter import ZERO_VARIANCE, Member, Verdict, judge_group
@@ -225,6 +227,37 @@ class AttemptTable:
                     attempt, tpb.CAUSE_INTERRUPTED, "manager restarted", now_s, spend_retry=False
                 )
             return len(active)
+
+    def cancel_evaluation(self, evaluation: str, evidence: str, now_s: float) -> list[Attempt]:
+        """Ends every attempt of an evaluation that has not ended as cancelled; returns those that
+        were under way.
+        """
+        report = pb.AttemptReport(evidence=evidence).SerializeToString()
+        with self._ledger.transaction() as db:
+            left = self.select("evaluation=? AND state<>'finished' ORDER BY number", evaluation)
+            active = [attempt for attempt in left if attempt.state in ACTIVE]
+            for attempt in active:
+                self._record_try(attempt, tpb.CAUSE_CANCELLED, evidence, now_s)
+            for attempt in left:
+                order = self._ledger.next_number("finish_number")
+                db.execute(
+                    "UPDATE attempts SET state='finished', cause=?, report=?, finished_at=?,"
+                    " finish_order=? WHERE attempt_id=?",
+                    (tpb.CAUSE_CANCELLED, report, now_s, order, attempt.attempt_id),
+                )
+            return active
+
+    def requeue_evaluation(self, evaluation: str) -> None:
+        """Queues every attempt of an evaluation as if it were new; each one's next lease has a new
+        epoch, as ever.
+        """
+        self._ledger.db.execute(
+            "UPDATE attempts SET state='queued', session_key=NULL, worker='', num_retries=0,"
+            " reward=NULL, cause=0, report=x'', started_at=0, finished_at=0, finish_order=0,"
+            " num_tokens=0, num_trained_tokens=0, num_turns=0, oldest_weight_version=0,"
+            " newest_weight_version=0 WHERE evaluation=?",
+            (evaluation,),
+        )
 
     def requeued_with(self, attempt_id: str, epoch: int) -> int | None:
         """The cause with which a try was requeued, if it was."""

@@ -114,6 +114,9 @@ class RolloutConfig(BaseModel):
     """Longest that a blocking call waits when its caller set no deadline."""
     tick_s: float = Field(0.25, gt=0)
     """Between sweeps for expired leases and lost tickets."""
+    lock_wait_s: float = Field(30.0, ge=0)
+    """At start, how long to wait for another manager to let go of the ledger: one whose command was
+    killed drains and ends its engines before it does."""
     drain_timeout_s: float = Field(10.0, ge=0)
     """On SIGTERM, calls in flight may take this long."""
     fetch_chunk_tokens: int = Field(262144, gt=0)

@@ -2,7 +2,9 @@
 
 Owner: rollout.manager. Works on the Ledger's connection. Their attempts stand first in the
 queue. An attempt whose turn was sampled at another version is tried again within the bound
-on retries, then ends as interrupted: never scored.
+on retries, then ends as interrupted: never scored. Once every engine that served the version
+is lost, the next publication cancels what has not ended; a repeated start then starts the whole
+over at the version served now.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 
 from proto import rollout_pb2 as pb
 from proto import trajectory_pb2 as tpb
-from rollout.attempt_table import AttemptTable
+from rollout.attempt_table import Attempt, AttemptTable
 from rollout.errors import BadRequestError, ConflictError, NotFoundError
 from rollout.ledger import Ledger
 
@@ -27,6 +29,7 @@ class Evaluation:
     name: str
     temperature: float
     weight_version: int
+    agent: str
 
 
 class Evaluations:
@@ -82,12 +85,42 @@ class Evaluations:
 
     def get(self, name: str) -> Evaluation:
         """Raises NotFoundError."""
-        row = self._ledger.one(
-            "SELECT name, temperature, weight_version FROM evaluations WHERE name=?", name
-        )
+        row = self._ledger.one("SELECT * FROM evaluations WHERE name=?", name)
         if row is None:
             raise NotFoundError(f"no evaluation {name} was started")
-        return Evaluation(*row)
+        agent = pb.StartEvaluationRequest.FromString(row["request"]).agent
+        return Evaluation(name, row["temperature"], row["weight_version"], agent)
+
+    def unfinished(self) -> list[Evaluation]:
+        """Those with an attempt that has not ended."""
+        rows = self._ledger.db.execute(
+            "SELECT DISTINCT evaluation FROM attempts WHERE evaluation<>'' AND state<>'finished'"
+        ).fetchall()
+        return [self.get(row[0]) for row in rows]
+
+    def is_cancelled(self, name: str) -> bool:
+        """True when it lost its version before it ended."""
+        return bool(self._attempts.count("evaluation=? AND cause=?", name, tpb.CAUSE_CANCELLED))
+
+    def cancel(self, name: str, weight_version: int, now_s: float) -> list[Attempt]:
+        """Ends what has not ended, as `weight_version` has taken the place of the version that it is
+        pinned to; returns the attempts that were under way.
+        """
+        evidence = (
+            f"no engine serves weight_version {self.get(name).weight_version} any more, since "
+            f"{weight_version} was published"
+        )
+        return self._attempts.cancel_evaluation(name, evidence, now_s)
+
+    def restart(self, name: str, weight_version: int) -> None:
+        """Pins a cancelled evaluation to another version and queues every attempt again, those that
+        were scored too: an evaluation never mixes versions.
+        """
+        with self._ledger.transaction() as db:
+            db.execute(
+                "UPDATE evaluations SET weight_version=? WHERE name=?", (weight_version, name)
+            )
+            self._attempts.requeue_evaluation(name)
 
     def progress(self, name: str) -> pb.GetEvaluationReply:
         """How far it is; with every task's results once all attempts ended."""

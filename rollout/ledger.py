@@ -18,11 +18,12 @@ from __future__ import annotations
 import fcntl
 import json
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rollout.errors import ConflictError, RolloutError
 from rollout.task_sampler import SamplerState, initial_state, next_task
@@ -79,6 +80,7 @@ CREATE TABLE windows(
 """
 
 CLOSED_PHASE = "closed"
+_LOCK_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +96,18 @@ class Window:
 class Ledger:
     """Connection, schema and the small tables. Single-threaded: one event loop owns it."""
 
-    def __init__(self, path: Path, *, fsync: bool) -> None:
-        """Opens or makes the database.
+    def __init__(self, path: Path, *, fsync: bool, lock_wait_s: float = 0.0) -> None:
+        """Opens or makes the database; blocks up to `lock_wait_s` for a manager that is ending.
 
         Raises:
             RolloutError: the folder cannot be written, another manager has the file, or it
                 has another schema.
         """
+        self._folder = path.parent
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = path.with_name(path.name + ".lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._lock, lock_wait_s)
             self.db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
             self.db.row_factory = sqlite3.Row
             self.db.execute("PRAGMA journal_mode=WAL")
@@ -204,13 +207,17 @@ class Ledger:
     # ---- tasks
 
     def add_task(self, task_id: str, path: str, pool: int) -> bool:
-        """True if it is new. Raises ConflictError if it is known with another path or pool."""
+        """True if it is new. Raises ConflictError if it is known with another path or pool.
+
+        A path below the ledger's folder is kept relative to it: the run may be moved as a whole.
+        """
+        path = self._kept(path)
         with self.transaction():
             row = self.one("SELECT path, pool FROM tasks WHERE task_id=?", task_id)
             if row is None:
                 self.db.execute("INSERT INTO tasks VALUES(?,?,?)", (task_id, path, pool))
                 return True
-            if (row["path"], row["pool"]) != (path, pool):
+            if (self._kept(row["path"]), row["pool"]) != (path, pool):
                 raise ConflictError(
                     f"task {task_id} is known with path {row['path']} in pool {row['pool']}; got "
                     f"{path} in pool {pool}. Give the new task another id"
@@ -225,7 +232,11 @@ class Ledger:
     def task_path(self, task_id: str) -> str | None:
         """The task's folder, or None for an unknown id."""
         row = self.one("SELECT path FROM tasks WHERE task_id=?", task_id)
-        return None if row is None else str(row[0])
+        return None if row is None else str(self._folder / row[0])
+
+    def _kept(self, path: str) -> str:
+        inside = Path(path).is_relative_to(self._folder)
+        return str(Path(path).relative_to(self._folder)) if inside else path
 
     def sample_task(self, pool: int, seed: int) -> str | None:
         """Takes the next training task; None while the pool is empty."""
@@ -281,6 +292,19 @@ class Ledger:
             for statement in _SCHEMA.split(";"):
                 self.db.execute(statement)
             self.db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+
+
+def _lock(file: IO[str], wait_s: float) -> None:
+    """Takes the file's lock; a holder that was told to end may need a while. Raises OSError."""
+    give_up_s = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= give_up_s:
+                raise
+            time.sleep(_LOCK_POLL_S)
 
 
 def _dump_sampler(state: SamplerState) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,31 @@ def test_a_second_manager_is_refused(tmp_path: Path) -> None:
         Ledger(tmp_path / "ledger.db", fsync=False)
     first.close()
     Ledger(tmp_path / "ledger.db", fsync=True).close()
+
+
+def test_a_manager_that_is_ending_is_waited_for(tmp_path: Path) -> None:
+    first = Ledger(tmp_path / "ledger.db", fsync=False)
+    threading.Timer(0.3, first._lock.close).start()
+    second = Ledger(tmp_path / "ledger.db", fsync=False, lock_wait_s=60.0)
+    first.db.close()
+    second.close()
+
+
+def test_tasks_below_the_run_move_with_it(tmp_path: Path) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    ledger = Ledger(before / "ledger.db", fsync=False)
+    assert ledger.add_task("inside", str(before / "tasks/inside"), TRAIN)
+    assert ledger.add_task("outside", "/tasks/outside", TRAIN)
+    assert ledger.task_path("inside") == str(before / "tasks/inside")
+    ledger.close()
+    before.rename(after)
+    ledger = Ledger(after / "ledger.db", fsync=False)
+    assert not ledger.add_task("inside", str(after / "tasks/inside"), TRAIN)
+    assert ledger.task_path("inside") == str(after / "tasks/inside")
+    assert ledger.task_path("outside") == "/tasks/outside"
+    with pytest.raises(ConflictError):
+        ledger.add_task("inside", str(before / "tasks/inside"), TRAIN)
+    ledger.close()
 
 
 def test_versions_and_window_epochs_outlive_the_manager(tmp_path: Path) -> None:

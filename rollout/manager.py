@@ -30,6 +30,7 @@ from rollout.attempt_table import Attempt, AttemptTable, GroupRules
 from rollout.batch_table import BatchTable, Rewound
 from rollout.config import RolloutConfig
 from rollout.engines.engine_pool import Engine, EnginePool
+from rollout.engines.errors import EngineError
 from rollout.engines.update_window import (
     ClosedWindow,
     OpenedWindow,
@@ -143,12 +144,12 @@ class RolloutManager:
         return self.ledger.get_meta("admission_open", "0") == "1"
 
     async def start_evaluation(self, request: pb.StartEvaluationRequest) -> pb.GetEvaluationReply:
-        """Starts an evaluation at the version served now.
+        """Starts an evaluation, or one that was cancelled again, at the version served now.
 
         Raises:
             UnavailableError: the agent samples, and no version is served or a window is open.
         """
-        if not self.evaluations.is_known(request):
+        if not self.evaluations.is_known(request) or self.evaluations.is_cancelled(request.name):
             version = self.ledger.weight_version
             if request.agent == "mini" and (version == 0 or self.windows.phase):
                 raise UnavailableError(
@@ -156,20 +157,35 @@ class RolloutManager:
                     f"{version}, window: {self.windows.phase or 'closed'}); publish, then start it"
                 )
             if request.flush_before:
-                await self.pool.flush_cache()
+                await self._flush_for(request.name)
             if not self.evaluations.is_known(request):  # another call came first meanwhile
                 self.evaluations.start(request, version)
+            elif self.evaluations.is_cancelled(request.name):
+                self.evaluations.restart(request.name, version)
             self.waiters.notify()
         return self.evaluations.progress(request.name)
 
+    async def _flush_for(self, evaluation: str) -> None:
+        try:
+            await self.pool.flush_cache()
+        except EngineError as error:
+            raise UnavailableError(
+                f"evaluation {evaluation}: a cache was not flushed ({error}); start it again"
+            ) from error
+
     async def wait_evaluation(self, name: str, timeout_s: float) -> pb.GetEvaluationReply:
-        """Its results, or how far it is when the time ran out."""
+        """Its results, or how far it is when the time ran out or its weights are needed again."""
 
-        def look() -> pb.GetEvaluationReply | None:
+        def look() -> pb.GetEvaluationReply:
             reply = self.evaluations.progress(name)
-            return reply if reply.finished else None
+            reply.republish_requested = not reply.finished and self._has_lost_weights(name)
+            return reply
 
-        return await self.waiters.until(look, timeout_s) or self.evaluations.progress(name)
+        def ended() -> pb.GetEvaluationReply | None:
+            reply = look()
+            return reply if reply.finished or reply.republish_requested else None
+
+        return await self.waiters.until(ended, timeout_s) or look()
 
     # ---- gateways
 
@@ -324,16 +340,15 @@ class RolloutManager:
         Raises:
             ConflictError: the version is not above every one before.
         """
-        self.ledger.check_new_version(request.weight_version)
+        # Taken before the window is: should this process die inside it, the version is spent.
+        self.ledger.take_weight_version(request.weight_version)
         try:
-            opened = await self.windows.open(
+            return await self.windows.open(
                 request.weight_version,
                 request.plan_digest,
                 request.num_tensors,
                 request.total_bytes,
             )
-            self.ledger.take_weight_version(request.weight_version)
-            return opened
         finally:
             self._follow_window()
 
@@ -346,6 +361,7 @@ class RolloutManager:
             closed = await self.windows.close(request.epoch, request.weight_version, results)
             if closed.engines_serving and request.weight_version > self.ledger.weight_version:
                 self.ledger.publish(request.weight_version)
+                self._cancel_evaluations(request.weight_version)
             return closed
         finally:
             self._follow_window()
@@ -441,6 +457,33 @@ class RolloutManager:
         self.admission.end_session(_session_id(attempt))
         self.waiters.notify()
         return retry
+
+    def _has_lost_weights(self, evaluation: str) -> bool:
+        """True when no engine serves the version of an evaluation, and one could take it."""
+        pinned = self.evaluations.get(evaluation)
+        if pinned.agent != "mini" or self.windows.phase:
+            return False
+        return not self._is_served(pinned.weight_version) and any(
+            e.state in ("stale", "serving") and not self._is_adoptable(e)
+            for e in self.pool.engines.values()
+        )
+
+    def _is_served(self, weight_version: int) -> bool:
+        return any(
+            e.state in ("serving", "updating") and e.weight_version == weight_version
+            for e in self.pool.engines.values()
+        )
+
+    def _cancel_evaluations(self, weight_version: int) -> None:
+        """After a publication: ends evaluations whose own version no engine serves any more."""
+        for evaluation in self.evaluations.unfinished():
+            pinned = evaluation.weight_version
+            if evaluation.agent != "mini" or self._is_served(pinned):
+                continue
+            _LOG.warning("evaluation %s lost its weight_version %d", evaluation.name, pinned)
+            for attempt in self.evaluations.cancel(evaluation.name, weight_version, self._clock()):
+                self.admission.end_session(_session_id(attempt))
+        self.waiters.notify()
 
     def _is_adoptable(self, engine: Engine) -> bool:
         """True when an engine's own weights, loaded from disk, are the published ones."""

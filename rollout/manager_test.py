@@ -349,6 +349,59 @@ async def test_evaluations_come_first_are_pinned_and_never_trained(tmp_path: Pat
         assert training
 
 
+async def test_an_evaluation_that_lost_its_version_starts_over_when_asked(tmp_path: Path) -> None:
+    bed = Testbed(tmp_path, num_engines=2)
+    async with bed as client:
+        await begin(client)
+        await add_tasks(client, 3, pb.POOL_TEST)
+        request = pb.StartEvaluationRequest(
+            name="base", pool=pb.POOL_TEST, attempts_per_task=1, agent="mini"
+        )
+        await client.start_evaluation(request)
+        ended, running, _queued = await lease(client, 3)
+        await play(client, ended, 1.0)
+        asked = pb.GetEvaluationRequest(name="base")
+        await bed.fake_pool.restart("engine0", "test")
+        partial = await client.get_evaluation(asked, timeout_s=0.2)
+        assert not partial.republish_requested, "engine1 serves the version still"
+        waiting = asyncio.create_task(client.get_evaluation(asked, timeout_s=5.0))
+        await bed.fake_pool.restart("engine1", "test")
+        assert (await waiting).republish_requested
+        await publish(client, 2)
+        with pytest.raises(FencedError):
+            await play(client, running, 1.0)
+        lost = await client.get_evaluation(asked, timeout_s=5.0)
+        assert lost.finished
+        causes = [list(t.causes) for t in lost.tasks]
+        assert causes == [[tpb.CAUSE_SUBMITTED], [tpb.CAUSE_CANCELLED], [tpb.CAUSE_CANCELLED]]
+        assert (await client.start_evaluation(request)).weight_version == 2
+        assert (await client.start_evaluation(request)).weight_version == 2
+        again = await lease(client, 3)
+        assert [a.attempt_id for a in again] == [f"e-base-0000{i}-00" for i in range(3)]
+        assert [a.epoch for a in again] == [2, 2, 2]
+        for attempt in again:
+            await play(client, attempt, 0.0, version=2)
+        done = await client.get_evaluation(asked, timeout_s=5.0)
+        assert (done.finished, done.weight_version) == (True, 2)
+        assert [list(t.rewards) for t in done.tasks] == [[0.0]] * 3
+        tries = bed.manager.ledger.number("SELECT COUNT(*) FROM tries WHERE epoch=1")
+        assert tries == 3, "what ended keeps its try, what ran was cancelled"
+        await publish(client, 3)
+        assert (await client.get_evaluation(asked)).weight_version == 2, "a finished one stays"
+
+
+async def test_a_version_is_spent_before_its_window_opens(tmp_path: Path) -> None:
+    """Else a manager that dies inside the window would give it out a second time."""
+    bed = Testbed(tmp_path)
+    async with bed as client:
+        await begin(client)
+        refused = pb.OpenUpdateWindowRequest(weight_version=2, plan_digest="short")
+        with pytest.raises(BadRequestError):
+            await client.open_update_window(refused)
+        rewound = await client.rewind(pb.RewindRequest(step=0, lineage_token="t"))
+        assert rewound.max_weight_version == 2
+
+
 async def test_agents_that_need_no_engine_run_without_one(tmp_path: Path) -> None:
     async with Testbed(tmp_path, num_engines=0) as client:
         await add_tasks(client, 3, pb.POOL_DEV)

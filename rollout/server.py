@@ -44,7 +44,8 @@ async def run(config: RolloutConfig, serving: ServingConfig, address_file: Path 
 
     stop = termination_event()
     fsync = config.durability == "power"
-    ledger = Ledger(config.run_dir / "ledger.db", fsync=fsync)
+    path = config.run_dir / "ledger.db"
+    ledger = Ledger(path, fsync=fsync, lock_wait_s=config.lock_wait_s)
     manager = RolloutManager(
         config=config,
         ledger=ledger,

@@ -30,6 +30,7 @@ def write_config(folder: Path) -> Path:
             "agent": "oracle",
             "group_size": 2,
             "batch_groups": 2,
+            "lock_wait_s": 0.2,
             "engines": {"python": "/bin/false", "model_path": "/nowhere", "max_restarts": 0},
         }
     )

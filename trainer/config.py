@@ -214,6 +214,9 @@ class TrainerConfig(_Settings):
     """Deadline of short calls to the manager."""
     manager_retry_s: float = Field(default=120.0, ge=0)
     """How long calls to an unavailable manager are retried before the stage fails."""
+    lock_wait_s: float = Field(default=60.0, ge=0)
+    """At start, how long to wait for another trainer to let go of the run directory: one whose
+    command was killed first ends its step and saves a checkpoint."""
     drain_timeout_s: float = Field(default=30.0, ge=0)
     """On SIGTERM, how long the step in hand and open calls may take to end."""
     pretrain: PretrainConfig = PretrainConfig()

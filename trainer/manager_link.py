@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from proto import rollout_pb2, trajectory_pb2
-from rollout.client import DeadlineError, RolloutClient, UnavailableError
+from rollout.client import DeadlineError, FencedError, RolloutClient, UnavailableError
 from trainer.errors import PublishFailedError
 
 _log = logging.getLogger(__name__)
@@ -71,7 +71,8 @@ class ManagerLink:
         """Takes over a client and a publisher.
 
         Args: loop runs in another thread, and client and publisher belong to it;
-          publish_errors are what the publisher raises when no engine took the weights.
+          publish_errors are what the publisher raises when no engine took the weights, besides
+          a manager that is away, and a window that ended before its sender did.
         """
         self._loop = loop
         self._client = client
@@ -81,6 +82,7 @@ class ManagerLink:
         self._publish_errors: tuple[type[Exception], ...] = (
             UnavailableError,
             DeadlineError,
+            FencedError,  # the window timed out, or died with the manager before it was closed
             *publish_errors,
         )
 

@@ -1,4 +1,5 @@
-"""The line to a manager that is gone: waited for, unless the trainer itself is ending."""
+"""The line to a manager that is gone: waited for, unless the trainer itself is ending; a window that
+went with it is a lost publication, not the end of the stage."""
 
 from __future__ import annotations
 
@@ -11,8 +12,18 @@ import grpc.aio
 import pytest
 
 from proto import rollout_pb2
-from rollout.client import RolloutClient, UnavailableError
+from rollout.client import ConflictError, FencedError, RolloutClient, UnavailableError
+from trainer.errors import PublishFailedError
 from trainer.manager_link import ManagerLink
+
+
+class RefusedPublisher:
+    """Its publications end with `refusal`."""
+
+    refusal: Exception
+
+    async def publish(self, *_: Any) -> Any:
+        raise self.refusal
 
 
 @pytest.fixture(name="link")
@@ -29,8 +40,7 @@ def link_fixture():
         return grpc.aio.insecure_channel("127.0.0.1:1")
 
     channel = call(dial())
-    publisher: Any = None
-    yield ManagerLink(loop, RolloutClient(channel), publisher, retry_s=120.0)
+    yield ManagerLink(loop, RolloutClient(channel), RefusedPublisher(), retry_s=120.0)
     call(channel.close())
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
@@ -44,3 +54,12 @@ def test_a_trainer_that_ends_does_not_wait_for_a_dead_manager(link: ManagerLink)
         link.ack(rollout_pb2.AckBatchRequest(batch_id="b", step=1))
     waited = time.monotonic() - started
     assert 1.0 <= waited < 30.0
+
+
+def test_a_window_that_died_with_the_manager_is_a_lost_publication(link: ManagerLink) -> None:
+    RefusedPublisher.refusal = FencedError("update window 3 is not open")
+    with pytest.raises(PublishFailedError, match="weight_version 4: update window 3"):
+        link.publish([], 4)
+    RefusedPublisher.refusal = ConflictError("weight_version 4 was used before")
+    with pytest.raises(ConflictError):
+        link.publish([], 4)

@@ -5,8 +5,8 @@
     main thread: StageRunner (torch, stages, checkpoints)
     loop thread: gRPC service, channel to the RolloutManager, weight publisher
 
-Start order: configuration, device, weights (the newest sound checkpoint, else model_dir), then
-the port is bound, the address written, and health goes SERVING. SIGTERM and SIGINT end the
+Start order: configuration, the run directory's lock, device, weights (the newest sound checkpoint,
+else model_dir), then the port is bound, the address written, and health goes SERVING. SIGTERM and SIGINT end the
 process after the current step, with a checkpoint if one is due.
 """
 
@@ -68,11 +68,18 @@ def make_link(config: TrainerConfig, loop: asyncio.AbstractEventLoop) -> Manager
 
 
 def serve(config: TrainerConfig, serving: Any, address_file: Path | None) -> None:
-    """Runs the process until it is told to stop.
+    """Runs the process until it is told to stop, as the only trainer on its run directory.
 
     Raises:
       TrainerError, ServingError, ValueError: it cannot start.
     """
+    from trainer.run_lock import run_lock
+
+    with run_lock(config.run_dir, config.lock_wait_s):
+        _serve(config, serving, address_file)
+
+
+def _serve(config: TrainerConfig, serving: Any, address_file: Path | None) -> None:
     from proto import trainer_pb2_grpc
     from proto.serving import make_server, write_address
     from trainer import device as devices

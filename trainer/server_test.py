@@ -132,6 +132,23 @@ async def test_stages_run_in_order_and_survive_a_restart(folder: Path) -> None:
         again.process.wait()
 
 
+async def test_two_trainers_never_share_a_run_directory(folder: Path) -> None:
+    first = Process(folder)
+    try:
+        await first.address()
+        code, errors = Process(folder, lock_wait_s=0.2).end()
+        assert code == 2
+        assert "error: another trainer works on" in errors.splitlines()[-1]
+        waiting = Process(folder)
+        first.process.kill()
+        await waiting.address()
+        waiting.process.kill()
+        waiting.process.communicate()
+    finally:
+        first.process.kill()
+        first.process.communicate()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
