@@ -42,6 +42,7 @@ class Attempt:
     epoch: int
     num_leases: int
     num_retries: int
+    worker: str  # the last that leased it; empty while queued
     session_key: str
     lease_expires_at: float
     reward: float | None
@@ -173,12 +174,20 @@ class AttemptTable:
         agents: Sequence[str],
         now_s: float,
         expires_at: float,
+        *,
+        training: bool = True,
     ) -> list[Attempt]:
-        """Leases queued attempts of `agents`: evaluations first, then the oldest groups."""
+        """Leases queued attempts of `agents`: evaluations first, then the oldest groups.
+
+        Without `training` evaluations' alone.
+        """
         marks = ",".join("?" * len(agents))
+        where = f"state='queued' AND agent IN ({marks})" + (
+            "" if training else " AND evaluation<>''"
+        )
         with self._ledger.transaction() as db:
             queued = self.select(
-                f"state='queued' AND agent IN ({marks}) ORDER BY evaluation='', number LIMIT ?",
+                f"{where} ORDER BY evaluation='', number LIMIT ?",
                 *agents,
                 max_attempts,
             )
@@ -216,6 +225,15 @@ class AttemptTable:
                 "UPDATE attempts SET state='queued', session_key=NULL, worker='', num_turns=0,"
                 " num_retries=num_retries+? WHERE attempt_id=?",
                 (int(spend_retry), attempt.attempt_id),
+            )
+
+    def refund_retry(self, attempt_id: str) -> None:
+        """Gives one spent retry back to an attempt that has not ended."""
+        with self._ledger.transaction() as db:
+            db.execute(
+                "UPDATE attempts SET num_retries=num_retries-1"
+                " WHERE attempt_id=? AND num_retries>0 AND state<>'finished'",
+                (attempt_id,),
             )
 
     def requeue_all_active(self, now_s: float) -> int:

@@ -22,7 +22,7 @@ class _Raising:
     def __init__(self, error: RolloutError) -> None:
         self._error = error
 
-    def set_admission(self, *_args: object) -> None:
+    def set_admission(self, *_args: object, **_settings: object) -> None:
         raise self._error
 
 

@@ -13,7 +13,15 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout.engines.config import EngineConfig
 
-__all__ = ["CapsConfig", "EngineConfig", "RolloutConfig", "SamplingConfig", "SchedulerConfig"]
+__all__ = [
+    "BreakerConfig",
+    "CapsConfig",
+    "EngineConfig",
+    "PauseConfig",
+    "RolloutConfig",
+    "SamplingConfig",
+    "SchedulerConfig",
+]
 
 
 class CapsConfig(BaseModel):
@@ -78,6 +86,65 @@ class SchedulerConfig(BaseModel):
     """A granted call that neither appended nor released within this is given up as lost."""
 
 
+class BreakerConfig(BaseModel):
+    """The circuit breaker of each backend: sandboxes, engines, the verifier, each worker."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    window_s: float = Field(60.0, gt=0)
+    """Seconds of outcomes that a closed breaker looks at."""
+    away_failures: int = Field(3, gt=0)
+    """Failures in a row that tell of the whole backend (it cannot be reached, or refuses every
+    start) open the breaker."""
+    min_failures: int = Field(8, gt=0)
+    """So many failures in the window open it, of at least two tasks ..."""
+    failure_ratio: float = Field(0.5, gt=0, le=1)
+    """... if they are at least this share of the outcomes in the window."""
+    open_s: float = Field(5.0, gt=0)
+    """Seconds from opening to the first probes; doubles with each probe that fails."""
+    max_open_s: float = Field(60.0, gt=0)
+    """Longest time between probes: how long after its end an outage may still hold a run up."""
+    num_probes: int = Field(2, gt=0)
+    """Attempts that may try a half-open backend at a time. One that ends well closes it."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> BreakerConfig:
+        if self.open_s > self.max_open_s:
+            raise ValueError(
+                f"breaker.open_s {self.open_s} is above breaker.max_open_s {self.max_open_s}: "
+                "raise max_open_s or lower open_s"
+            )
+        return self
+
+
+class PauseConfig(BaseModel):
+    """When the manager pauses a run by itself, for a person to look at."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    window: int = Field(200, gt=0)
+    """Newest ended tries of training attempts that the rates are taken over. Tries that an
+    outage excuses are left out."""
+    min_tries: int = Field(50, gt=0)
+    """With fewer there is no rate yet. Opening admission starts the count anew."""
+    max_unclassified_rate: float = Field(0.05, ge=0, le=1)
+    """Share of tries that end as `unclassified` above which the run pauses; 1: never."""
+    max_failure_rate: float = Field(0.5, ge=0, le=1)
+    """Share of tries with an infrastructure cause or `unclassified` above which the run pauses;
+    1: never."""
+    max_outage_s: float = Field(1800.0, gt=0)
+    """A backend whose breaker stays open for so long pauses the run."""
+
+    @model_validator(mode="after")
+    def _reachable(self) -> PauseConfig:
+        if self.min_tries > self.window:
+            raise ValueError(
+                f"pause.min_tries {self.min_tries} is above pause.window {self.window}: no rate "
+                "would ever be taken; lower min_tries"
+            )
+        return self
+
+
 class RolloutConfig(BaseModel):
     """One RolloutManager."""
 
@@ -101,6 +168,13 @@ class RolloutConfig(BaseModel):
     """A group with fewer scored members is dropped: it has no baseline."""
     max_attempt_retries: int = Field(3, ge=0)
     """Retries of one attempt after infrastructure failures."""
+    max_free_retries: int = Field(50, ge=0)
+    """Retries of one attempt that spend none of max_attempt_retries: an outage, or a restart of
+    the manager or the worker, ended the try. Later ones are spent."""
+    breaker: BreakerConfig = BreakerConfig()
+    """The circuit breaker of each backend."""
+    pause: PauseConfig = PauseConfig()
+    """When failures pause the run."""
     drop_zero_variance: bool = True
     """Drops groups whose valid members have one reward before batching: they teach nothing."""
     max_zero_variance_refill: int = Field(256, ge=0)

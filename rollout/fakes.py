@@ -19,6 +19,7 @@ from proto import rollout_pb2 as pb
 from proto import rollout_pb2_grpc as pb_grpc
 from proto import trajectory_pb2 as tpb
 from proto.serving import ServingConfig, dial, make_server
+from rollout.attempt_table import Attempt
 from rollout.client import RolloutClient
 from rollout.config import RolloutConfig
 from rollout.engines.engine_pool import Engine, EnginePool, EngineState
@@ -211,7 +212,7 @@ async def publish(client: RolloutClient, weight_version: int) -> pb.CloseUpdateW
 
 async def play(
     client: RolloutClient,
-    leased: pb.LeasedAttempt,
+    leased: pb.LeasedAttempt | Attempt,
     reward: float | None,
     *,
     cause: int = tpb.CAUSE_SUBMITTED,

@@ -1,7 +1,7 @@
 """RolloutManager: who runs which attempt, what was sampled, and what the trainer gets.
 
-Owner of the ledger, the token store, the scheduler's tickets, the engines and their update
-windows. One asyncio loop runs everything; every ledger transition is one synchronous
+Owner of the ledger, the token store, the scheduler's tickets, the engines, their update
+windows, the backends' breakers and the run's pause. One asyncio loop runs everything; every ledger transition is one synchronous
 transaction, so that nothing interleaves with it.
 
     driver --AddTasks, StartEvaluation--> [tasks] [evaluations]
@@ -9,13 +9,14 @@ transaction, so that nothing interleaves with it.
     worker --LeaseAttempts--> staleness gate -> task sampler -> group of G attempts
     gateway --AdmitTurn--> TurnAdmission (KvScheduler) -> engine
             --AppendTurn--> token store (disk), then turn row, then ticket back
-    worker --FinishAttempt--> retry | group judged: ready or dropped(reason)
+    worker --FinishAttempt--> breakers -> retry | group judged: ready or dropped(reason)
     trainer --NextBatch--> oldest ready groups --AckBatch--> trained
             --OpenUpdateWindow .. CloseUpdateWindow--> UpdateWindows -> engines
 
-What blocks: LeaseAttempts waits for work (gate, engines), AdmitTurn for KV room, NextBatch
-for ready groups, GetEvaluation for its end. Each wakes from `Waiters`, which every
-transition notifies. `tick` requeues expired leases and gives up lost tickets.
+What blocks: LeaseAttempts waits for work (gate, engines, a backend's outage, a pause),
+AdmitTurn for KV room, NextBatch for ready groups, GetEvaluation for its end. Each wakes from
+`Waiters`, which every transition notifies. `tick` requeues expired leases, gives up lost
+tickets and lets the probes of an outage through.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Callable, Sequence
 
 from proto import rollout_pb2 as pb
 from proto import trajectory_pb2 as tpb
+from rollout.attempt_ends import AttemptEnds, session_id
 from rollout.attempt_table import Attempt, AttemptTable, GroupRules
 from rollout.batch_table import BatchTable, Rewound
 from rollout.config import RolloutConfig
@@ -47,9 +49,9 @@ from rollout.errors import (
 )
 from rollout.evaluations import Evaluations
 from rollout.group_filter import CauseKind, cause_kind
+from rollout.leases import Leases
 from rollout.ledger import Ledger
 from rollout.sessions import Sessions
-from rollout.staleness_gate import StalenessGate
 from rollout.token_store import TokenStore
 from rollout.turn_admission import Grant, TurnAdmission
 from rollout.waiters import Waiters
@@ -86,8 +88,11 @@ class RolloutManager:
         self.evaluations = Evaluations(ledger, self.attempts)
         self.sessions = Sessions(config, self.attempts, self.evaluations, tokens)
         self.admission = TurnAdmission(config.scheduler, monotonic)
+        self.ends = AttemptEnds(
+            config, self.attempts, self.sessions, tokens, self.admission, clock, monotonic
+        )
+        self.leases = Leases(config, ledger, self.attempts, self.ends, pool, clock)
         self.windows = UpdateWindows(pool, ledger, config.engines, monotonic)
-        self._gate = StalenessGate(config.max_staleness, config.batch_groups)
         self._ticker: asyncio.Task[None] | None = None
         self._adoptions: set[asyncio.Task[None]] = set()
         self._num_admitted_before = int(ledger.get_meta("num_turns_admitted", "0"))
@@ -118,6 +123,10 @@ class RolloutManager:
         self._save_counters()
         self.ledger.close()
 
+    def now_s(self) -> float:
+        """Unix seconds by the manager's clock."""
+        return self._clock()
+
     # ---- drivers
 
     def add_tasks(self, pool: int, tasks: Sequence[pb.Task]) -> int:
@@ -131,12 +140,23 @@ class RolloutManager:
         self.waiters.notify()
         return added
 
-    def set_admission(self, is_open: bool, reason: str) -> None:
-        """Opens or closes admission of new training groups; survives a restart."""
+    def set_admission(self, is_open: bool, reason: str, *, hold: bool = False) -> None:
+        """Opens or closes admission of new training groups; survives a restart.
+
+        With `hold`, a pause, queued attempts of training groups wait too.
+        """
         with self.ledger.transaction():
             self.ledger.set_meta("admission_open", int(is_open))
             self.ledger.set_meta("admission_reason", "" if is_open else reason)
+            self.ledger.set_meta("admission_held", int(hold and not is_open))
+        if is_open:
+            self.ends.rates.reset()
         self.waiters.notify()
+
+    @property
+    def admission_held(self) -> bool:
+        """Whether the run is paused: no attempt of a training group starts."""
+        return self.ledger.get_meta("admission_held", "0") == "1"
 
     @property
     def admission_open(self) -> bool:
@@ -201,7 +221,7 @@ class RolloutManager:
             )  # siblings of nearly complete groups first
         return await self.admission.admit(
             request.ticket_id,
-            _session_id(attempt),
+            session_id(attempt),
             request.prompt_tokens,
             request.max_new_tokens,
             priority,
@@ -218,7 +238,7 @@ class RolloutManager:
         attempt = self.attempts.held(turn.attempt_id, epoch)
         if violation := self.sessions.pin_violation(attempt, turn):
             self._end_try(
-                attempt, CauseKind.INFRASTRUCTURE, tpb.CAUSE_INTERRUPTED, None, b"", violation
+                attempt, CauseKind.INFRASTRUCTURE, tpb.CAUSE_INTERRUPTED, evidence=violation
             )
             raise FencedError(
                 f"attempt {attempt.attempt_id} of evaluation {attempt.evaluation} was {violation}: "
@@ -239,19 +259,32 @@ class RolloutManager:
     # ---- harness workers
 
     async def lease_attempts(
-        self, worker: str, max_attempts: int, timeout_s: float
+        self, worker: str, max_attempts: int, timeout_s: float, incarnation: str = ""
     ) -> list[Attempt]:
-        """Leases up to `max_attempts`; waits for the first, and returns none when none came."""
+        """Leases up to `max_attempts`; waits for the first, and returns none when none came.
+
+        A new `incarnation` under the name takes back what the one before held.
+
+        Raises:
+            FencedError: a newer process has the name.
+        """
         if not worker or max_attempts < 1:
             raise BadRequestError("LeaseAttempts: want a worker name and max_attempts > 0")
+        if self.leases.claim_name(worker, incarnation):
+            self.waiters.notify()
         return await self.waiters.until(lambda: self._lease(worker, max_attempts), timeout_s) or []
+
+    def _lease(self, worker: str, max_attempts: int) -> list[Attempt] | None:
+        return self.leases.grant(
+            worker,
+            max_attempts,
+            new_groups=self.admission_open,
+            training=not self.admission_held,
+        )
 
     def renew(self, worker: str, keys: Sequence[pb.AttemptKey]) -> tuple[list[bool], float]:
         """Extends leases; which are held, and until when (Unix seconds)."""
-        expires_at = self._clock() + self.config.lease_ttl_s
-        with self.ledger.transaction():
-            held = [self.attempts.renew(k.attempt_id, k.epoch, worker, expires_at) for k in keys]
-        return held, expires_at
+        return self.leases.renew(worker, keys)
 
     def finish_attempt(self, request: pb.FinishAttemptRequest) -> bool:
         """Ends a try; True when the attempt was requeued for another."""
@@ -269,8 +302,19 @@ class RolloutManager:
         if self.attempts.requeued_with(request.attempt_id, request.epoch) == request.cause:
             return True
         attempt = self.attempts.held(request.attempt_id, request.epoch)
-        report = request.report.SerializeToString()
-        return self._end_try(attempt, kind, request.cause, reward, report, request.report.evidence)
+        report = request.report
+        away = report.backend_away or (
+            request.cause == tpb.CAUSE_ENGINE_FAILED and not self.leases.has_engine
+        )
+        return self._end_try(
+            attempt,
+            kind,
+            request.cause,
+            reward,
+            report.SerializeToString(),
+            report.evidence,
+            away=away,
+        )
 
     # ---- the trainer
 
@@ -378,17 +422,10 @@ class RolloutManager:
                 _LOG.exception("sweep failed")
 
     def tick(self) -> None:
-        """Ends tries whose lease ran out, gives up lost tickets, follows the window."""
-        for attempt in self.attempts.expired(self._clock()):
-            _LOG.warning("attempt %s: lease expired", attempt.attempt_id)
-            self._end_try(
-                attempt,
-                CauseKind.INFRASTRUCTURE,
-                tpb.CAUSE_HARNESS_FAILED,
-                None,
-                b"",
-                "the worker's lease expired",
-            )
+        """Ends tries whose lease ran out, gives up lost tickets, follows window and backends."""
+        if self.ends.expire():
+            self._look_at_failures()
+        self._follow_backends()
         self.admission.reclaim_lost()
         self._follow_window()
         self.admission.pump()
@@ -405,58 +442,44 @@ class RolloutManager:
             with self.ledger.transaction():
                 self.ledger.set_meta("num_turns_admitted", total)
 
-    def _lease(self, worker: str, max_attempts: int) -> list[Attempt] | None:
-        now_s = self._clock()
-        states = {engine.state for engine in self.pool.engines.values()}
-        agents = (
-            ("mini", "oracle", "nop") if states & {"serving", "updating"} else ("oracle", "nop")
-        )
-        with self.ledger.transaction():
-            queued = self.attempts.count("state='queued'")
-            if self.admission_open and self.config.agent in agents:
-                self._start_groups(max_attempts - queued, now_s)
-            expires_at = now_s + self.config.lease_ttl_s
-            leased = self.attempts.lease(worker, max_attempts, agents, now_s, expires_at)
-        return leased or None
-
-    def _start_groups(self, num_attempts: int, now_s: float) -> None:
-        """Starts as many groups as `num_attempts` need and the gate allows."""
-        startable = self._gate.num_startable(self.attempts.num_unconsumed_groups())
-        while num_attempts > 0 and startable > 0:
-            task_id = self.ledger.sample_task(pb.POOL_TRAIN, self.config.seed)
-            if task_id is None:
-                return
-            self.attempts.start_group(task_id, self.config.agent, self.config.group_size, now_s)
-            num_attempts -= self.config.group_size
-            startable -= 1
-
     def _end_try(
         self,
         attempt: Attempt,
         kind: CauseKind,
         cause: int,
-        reward: float | None,
-        report: bytes,
-        evidence: str,
+        reward: float | None = None,
+        report: bytes = b"",
+        evidence: str = "",
+        *,
+        away: bool = False,
     ) -> bool:
-        """Requeues after an infrastructure failure while retries are left, else finishes."""
-        retry = (
-            kind is CauseKind.INFRASTRUCTURE
-            and attempt.num_retries < self.config.max_attempt_retries
-        )
-        if retry:
-            self.attempts.requeue(attempt, cause, evidence, self._clock(), spend_retry=True)
-        else:
-            totals = self.sessions.totals(attempt)
-            verdict = self.attempts.finish(
-                attempt, cause, reward, report, evidence, totals, self._clock()
-            )
-            self._tokens.close_attempt(attempt.attempt_id)
-            if verdict is not None and verdict.drop_reason:
-                _LOG.info("group %s dropped: %s", attempt.group_id, verdict.drop_reason)
-        self.admission.end_session(_session_id(attempt))
+        """Ends a try, then looks at the failure rates; True when the attempt was requeued."""
+        requeued = self.ends.end(attempt, kind, cause, reward, report, evidence, away=away)
+        self._look_at_failures()
+        return requeued
+
+    def _look_at_failures(self) -> None:
+        if reason := self.ends.rates.verdict():
+            self._pause(reason)
+        self._follow_backends()
         self.waiters.notify()
-        return retry
+
+    def _follow_backends(self) -> None:
+        """Tells of breakers that changed, and lets those wait no longer whom they let through."""
+        changes = self.ends.backends.take_changes()
+        for line in changes:
+            _LOG.warning("%s", line)
+        if changes:
+            self.waiters.notify()
+        detail, outage_s = self.ends.backends.longest_outage()
+        if outage_s > self.config.pause.max_outage_s:
+            self._pause(f"an outage lasts for {outage_s:.0f} s: {detail}")
+
+    def _pause(self, reason: str) -> None:
+        """Stops training attempts from starting until a driver opens admission again."""
+        if self.admission_open:
+            _LOG.error("the run is paused: %s", reason)
+            self.set_admission(False, reason, hold=True)
 
     def _has_lost_weights(self, evaluation: str) -> bool:
         """True when no engine serves the version of an evaluation, and one could take it."""
@@ -515,10 +538,6 @@ class RolloutManager:
         self.admission.set_paused(bool(self.windows.phase))
         if not self.windows.phase:
             self.waiters.notify()
-
-
-def _session_id(attempt: Attempt) -> str:
-    return f"{attempt.attempt_id}/{attempt.epoch}"
 
 
 def _checked_kind(request: pb.FinishAttemptRequest) -> CauseKind:

@@ -478,3 +478,82 @@ async def test_long_sequences_are_joined_from_parts(tmp_path: Path) -> None:
         assert list(sequence.loss_mask) == [0, 0, 0, 1, 1] * 3
         assert len(sequence.rollout_logprobs) == 60
         assert len(sequence.version_spans) == 3
+
+
+async def test_a_restarted_worker_takes_back_what_its_name_held(tmp_path: Path) -> None:
+    bed = Testbed(tmp_path)
+    async with bed as client:
+        await begin(client)
+
+        async def call(incarnation: str, num: int, worker: str = "w") -> list[pb.LeasedAttempt]:
+            request = pb.LeaseAttemptsRequest(
+                worker=worker, max_attempts=num, incarnation=incarnation
+            )
+            return list((await client.lease_attempts(request, timeout_s=5.0)).attempts)
+
+        held = await call("one", 1) + await call("one", 1)
+        (others,) = await call("one", 1, worker="v")
+        await client.admit_turn(admit(held[0], "t"))
+        again = await call("two", 2)
+        assert [a.attempt_id for a in again] == [a.attempt_id for a in held]
+        assert [a.epoch for a in again] == [a.epoch + 1 for a in held]
+        for old in held:
+            with pytest.raises(FencedError):
+                await play(client, old, 1.0)
+        assert (await client.get_status()).engines[0].tokens_reserved == 0, "its ticket went too"
+        with pytest.raises(FencedError, match="another process"):
+            await call("one", 1)
+        spent = [bed.manager.attempts.get(a.attempt_id).num_retries for a in again]
+        assert spent == [0, 0], "the attempts did nothing wrong"
+        await play(client, others, 1.0)
+        for attempt in again:
+            await play(client, attempt, 1.0)
+
+
+async def test_a_pause_holds_training_attempts_and_survives_a_restart(tmp_path: Path) -> None:
+    async with Testbed(tmp_path) as client:
+        await begin(client)
+        await add_tasks(client, 1, pb.POOL_TEST)
+        (running,) = await lease(client, 1)
+        await client.set_admission(
+            pb.SetAdmissionRequest(open=False, reason="entropy left its band", hold=True)
+        )
+        assert await lease(client, 8, timeout_s=0.5) == [], "queued members wait"
+        assert not (await play(client, running, 1.0)).requeued, "what runs may end"
+        await client.start_evaluation(
+            pb.StartEvaluationRequest(
+                name="e", pool=pb.POOL_TEST, attempts_per_task=1, agent="mini", temperature=1.0
+            )
+        )
+        assert [a.evaluation for a in await lease(client, 8)] == ["e"], "evaluations go on"
+    async with Testbed(tmp_path) as client:
+        await publish(client, 2)
+        status = await client.get_status()
+        assert status.admission_held and not status.admission_open
+        assert status.admission_reason == "entropy left its band"
+        assert [a.evaluation for a in await lease(client, 8)] == ["e"]
+        await client.set_admission(pb.SetAdmissionRequest(open=False, reason="rl is over"))
+        assert len(await lease(client, 8)) == 1, "closed without a hold: groups are finished"
+        assert not (await client.get_status()).admission_held
+        await client.set_admission(pb.SetAdmissionRequest(open=True, hold=True))
+        assert not (await client.get_status()).admission_held
+
+
+async def test_too_many_unclassified_ends_pause_the_run_until_it_is_opened(tmp_path: Path) -> None:
+    pause = {"window": 20, "min_tries": 4, "max_unclassified_rate": 0.25}
+    async with Testbed(tmp_path, pause=pause, max_staleness=9) as client:
+        await begin(client)
+        for cause in (tpb.CAUSE_SUBMITTED, tpb.CAUSE_UNCLASSIFIED, tpb.CAUSE_UNCLASSIFIED):
+            (attempt,) = await lease(client, 1)
+            scored = cause == tpb.CAUSE_SUBMITTED
+            await play(client, attempt, 1.0 if scored else None, cause=cause)
+        (fourth,) = await lease(client, 1)
+        await play(client, fourth, None, cause=tpb.CAUSE_UNCLASSIFIED)
+        status = await client.get_status()
+        assert status.admission_held, "3 of 4 is above a quarter"
+        assert "3 of the last 4 tries ended unclassified" in status.admission_reason
+        assert status.causes == {"submitted": 1, "unclassified": 3}
+        assert await lease(client, 1, timeout_s=0.3) == []
+        await client.set_admission(pb.SetAdmissionRequest(open=True))
+        assert len(await lease(client, 1)) == 1
+        assert not (await client.get_status()).admission_held, "the count starts anew"

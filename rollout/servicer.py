@@ -90,7 +90,7 @@ class RolloutServicer(pb_grpc.RolloutManagerServicer):
     async def SetAdmission(
         self, request: pb.SetAdmissionRequest, context: _Context
     ) -> pb.SetAdmissionReply:
-        self._manager.set_admission(request.open, request.reason)
+        self._manager.set_admission(request.open, request.reason, hold=request.hold)
         return pb.SetAdmissionReply()
 
     @_unary
@@ -198,7 +198,7 @@ class RolloutServicer(pb_grpc.RolloutManagerServicer):
         self, request: pb.LeaseAttemptsRequest, context: _Context
     ) -> pb.LeaseAttemptsReply:
         leased = await self._manager.lease_attempts(
-            request.worker, request.max_attempts, self._wait_s(context)
+            request.worker, request.max_attempts, self._wait_s(context), request.incarnation
         )
         return pb.LeaseAttemptsReply(attempts=[self._leased(a) for a in leased])
 

@@ -39,6 +39,8 @@ def manager_status(manager: RolloutManager) -> pb.GetStatusReply:
         num_turns_admitted=manager.num_turns_admitted,
         update_window_phase=manager.windows.phase,
         republish_requested=manager.republish_requested,
+        admission_held=manager.admission_held,
+        backends=_backends(manager),
     )
     for engine in manager.pool.engines.values():
         reply.engines.add(
@@ -56,6 +58,22 @@ def manager_status(manager: RolloutManager) -> pb.GetStatusReply:
             detail=engine.detail,
         )
     return reply
+
+
+def _backends(manager: RolloutManager) -> list[pb.BackendStatus]:
+    statuses = []
+    for name, breaker in manager.ends.backends:
+        status = pb.BackendStatus(
+            name=name,
+            state=breaker.state,
+            detail=breaker.detail,
+            num_opened=breaker.num_opened,
+            num_recent_failures=breaker.num_recent_failures,
+        )
+        if breaker.outage_s:
+            status.opened_at.FromMicroseconds(int((manager.now_s() - breaker.outage_s) * 1e6))
+        statuses.append(status)
+    return statuses
 
 
 def _causes(manager: RolloutManager) -> dict[str, int]:

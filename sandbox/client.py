@@ -31,6 +31,7 @@ from sandbox.errors import (
     ERROR_METADATA_KEY,
     BackendBusyError,
     BackendSetupError,
+    BrokerAwayError,
     CapacityError,
     DeadlineError,
     InvalidRequestError,
@@ -46,6 +47,7 @@ __all__ = [
     "AcquiredLease",
     "BackendBusyError",
     "BackendSetupError",
+    "BrokerAwayError",
     "BrokerStatus",
     "CapacityError",
     "Changes",
@@ -148,7 +150,8 @@ class SandboxClient:
     ) -> AcquiredLease:
         """Gives a fresh sandbox within timeout_s.
 
-        Raises CapacityError, InvalidRequestError, SandboxDiedError, DeadlineError.
+        Raises CapacityError, BackendBusyError, InvalidRequestError, SandboxDiedError,
+        BrokerAwayError, DeadlineError.
         """
         request = pb.AcquireRequest(
             image=image,

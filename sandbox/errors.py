@@ -31,6 +31,14 @@ class StaleEpochError(SandboxError):
     status = grpc.StatusCode.FAILED_PRECONDITION
 
 
+class BrokerAwayError(SandboxError):
+    """The broker cannot be reached, or went away during the call (client side only): its servers
+    name their errors, so a bare UNAVAILABLE comes from the transport.
+    """
+
+    status = grpc.StatusCode.UNAVAILABLE
+
+
 class SandboxDiedError(SandboxError):
     """The sandbox or its backend died; safe to retry with a new lease."""
 
@@ -80,6 +88,7 @@ class BackendSetupError(SandboxError, ValueError):
 ERRORS: tuple[type[SandboxError], ...] = (
     UnknownLeaseError,
     StaleEpochError,
+    BrokerAwayError,
     SandboxDiedError,
     BackendBusyError,
     CapacityError,

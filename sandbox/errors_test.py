@@ -42,6 +42,6 @@ async def test_a_class_arrives_as_itself(error: type[errors.SandboxError]) -> No
 
 
 def test_a_status_without_a_name_maps_to_its_first_class() -> None:
-    assert errors.error_class(grpc.StatusCode.UNAVAILABLE) is errors.SandboxDiedError
+    assert errors.error_class(grpc.StatusCode.UNAVAILABLE) is errors.BrokerAwayError
     assert errors.error_class(grpc.StatusCode.NOT_FOUND, "Nonsense") is errors.UnknownLeaseError
     assert errors.error_class(grpc.StatusCode.DATA_LOSS) is errors.SandboxError

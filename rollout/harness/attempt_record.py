@@ -49,6 +49,8 @@ class AttemptRecord:
     agent_end: AgentEnd | None = None
     detail: str = ""
     failed_phase: str = ""
+    sandbox_died: bool = False
+    backend_away: bool = False
     agent_oom: bool = False
     abandoned: bool = False
     verdict: Verdict | None = None
@@ -71,10 +73,13 @@ class AttemptRecord:
             detail=self.detail,
             abandoned=self.abandoned,
             failed_phase=self.failed_phase,
+            sandbox_died=self.sandbox_died,
+            backend_away=self.backend_away,
             agent_oom=self.agent_oom,
             verdict=self.verdict,
             reward=self.reward,
             agent_wall_s=self.agent_s,
+            model_s=self.model_s,
             decode_s=self.decode_s,
             tool_s=self.tool_s,
         )

@@ -183,6 +183,7 @@ def _finish(
         verifier_time=_seconds(record.verifier_s),
         overhead_time=_seconds(total_s - known_s),
         evidence=classified.evidence,
+        backend_away=classified.backend_away,
     )
     request = rollout_pb2.FinishAttemptRequest(
         attempt_id=record.attempt_id, epoch=record.epoch, cause=classified.cause, report=report

@@ -174,7 +174,7 @@ async def test_command_that_cannot_be_run_is_an_observation(rig: Rig, tmp_path: 
 async def test_engine_failure_is_masked(rig: Rig, tmp_path: Path) -> None:
     rig.gateway.sessions[KEY] = lambda messages: refuse(503, "engine_failed")
     cause, reward, report = await rig.run(fakes.write_task(tmp_path))
-    assert (cause, reward) == ("CAUSE_ENGINE_FAILED", None)
+    assert (cause, reward, report.backend_away) == ("CAUSE_ENGINE_FAILED", None, False)
     assert "engine_failed" in report.evidence and len(rig.gateway.requests) == 1
 
 
@@ -193,8 +193,8 @@ async def test_outage_of_a_gateway_is_bridged(rig: Rig, tmp_path: Path) -> None:
 
 async def test_outage_of_all_gateways_ends(rig: Rig, tmp_path: Path) -> None:
     rig.configure(gateway_urls=["http://127.0.0.1:9"], model_retries=2)
-    cause, reward, _ = await rig.run(fakes.write_task(tmp_path))
-    assert (cause, reward) == ("CAUSE_ENGINE_FAILED", None)
+    cause, reward, report = await rig.run(fakes.write_task(tmp_path))
+    assert (cause, reward, report.backend_away) == ("CAUSE_ENGINE_FAILED", None, True)
 
 
 async def test_fenced_session_is_interrupted(rig: Rig, tmp_path: Path) -> None:
@@ -211,6 +211,64 @@ async def test_dead_sandbox_is_no_observation(rig: Rig, tmp_path: Path) -> None:
     cause, reward, report = await rig.run(fakes.write_task(tmp_path))
     assert (cause, reward) == ("CAUSE_SANDBOX_FAILED", None), report
     assert len(rig.gateway.requests) == 2
+
+
+async def test_a_broker_that_refuses_or_is_gone_tells_of_the_whole_backend(
+    rig: Rig, tmp_path: Path
+) -> None:
+    task = fakes.write_task(tmp_path)
+    rig.broker.refusal = "CapacityError"
+    cause, reward, report = await rig.run(task, "nop")
+    assert (cause, reward, report.backend_away) == ("CAUSE_SANDBOX_FAILED", None, True), report
+    rig.broker.refusal = ""
+
+    def vanish(box: fakes.Box, command: str) -> None:
+        rig.broker.is_away = command == "boom"
+
+    rig.broker.intercept = vanish
+    rig.gateway.sessions[KEY] = script("ls", "boom")
+    cause, reward, report = await rig.run(task)
+    rig.broker.is_away = False
+    assert (cause, reward, report.backend_away) == ("CAUSE_SANDBOX_FAILED", None, True), report
+    await rig.broker.release_all()
+
+
+async def test_a_sandbox_that_dies_tells_of_itself_only(rig: Rig, tmp_path: Path) -> None:
+    def die(box: fakes.Box, command: str) -> None:
+        box.is_dead = command == "/tests/test.sh"
+
+    rig.broker.intercept = die
+    cause, reward, report = await rig.run(fakes.write_task(tmp_path), "nop")
+    assert (cause, reward, report.backend_away) == ("CAUSE_SANDBOX_FAILED", None, False), report
+    assert "failed_phase=verifier" in report.evidence
+
+
+async def test_a_broker_gone_after_the_agents_oom_is_no_zero(rig: Rig, tmp_path: Path) -> None:
+    def vanish(box: fakes.Box, command: str) -> sandbox_pb2.ExecReply | None:
+        rig.broker.is_away = command == "boom"
+        oom = command == "eat"
+        return sandbox_pb2.ExecReply(exit_code=137, oom_killed=True) if oom else None
+
+    rig.broker.intercept = vanish
+    rig.gateway.sessions[KEY] = script("eat", "boom")
+    cause, reward, report = await rig.run(fakes.write_task(tmp_path))
+    rig.broker.is_away = False
+    assert (cause, reward, report.backend_away) == ("CAUSE_SANDBOX_FAILED", None, True), report
+    await rig.broker.release_all()
+
+
+async def test_a_broken_archive_is_the_brokers(rig: Rig, tmp_path: Path) -> None:
+    rig.broker.corrupt_archives = True
+    cause, reward, report = await rig.run(fakes.write_task(tmp_path), "nop")
+    assert (cause, reward) == ("CAUSE_SANDBOX_FAILED", None), report
+
+
+async def test_a_worker_without_disk_is_ours(rig: Rig, tmp_path: Path) -> None:
+    (tmp_path / "full").write_text("")
+    rig.configure(trials_dir=tmp_path / "full" / "trials")
+    done = await rig.runner.run(rig.lease(fakes.write_task(tmp_path), "nop"))
+    assert done.cause == trajectory_pb2.CAUSE_HARNESS_FAILED, done
+    assert "NotADirectoryError" in done.report.evidence
 
 
 async def test_sandbox_that_dies_of_the_agents_memory_use(rig: Rig, tmp_path: Path) -> None:
@@ -298,6 +356,30 @@ async def test_pytest_log(rig: Rig, tmp_path: Path) -> None:
         rig.gateway.sessions[KEY] = script(*commands)
         cause, reward, report = await rig.run(task)
         assert (cause, reward) == ("CAUSE_SUBMITTED", want), report
+
+
+@pytest.mark.parametrize(
+    ("solution_passes", "cause", "reward"),
+    [(True, "CAUSE_SUBMITTED", 0.0), (False, "CAUSE_VERIFIER_FAILED", None)],
+)
+async def test_a_log_too_large_to_read(
+    rig: Rig, tmp_path: Path, solution_passes: bool, cause: str, reward: float | None
+) -> None:
+    """The patch's doing only if the solution's own log can be read."""
+    log = "/logs/verifier/pytest.txt"
+    condition = "grep -q flood calc.py && " if solution_passes else ""
+    test_sh = (
+        f"#!/bin/sh\n(echo '== short test summary info =='; echo PASSED t.py::test_add; "
+        f"echo 'tests exited with status 0') > {log}\n"
+        f"{condition}head -c 300000 /dev/zero >> {log}; true\n"
+    )
+    grading = json.dumps({"kind": "pytest", "fail_to_pass": ["t.py::test_add"], "log": log})
+    task = fakes.write_task(tmp_path, test_sh=test_sh, grading=grading)
+    rig.configure(grading={"max_log_bytes": 200000})
+    rig.gateway.sessions[KEY] = script("echo '# flood' >> calc.py", SUBMIT)
+    got, got_reward, report = await rig.run(task)
+    assert (got, got_reward) == (cause, reward), report
+    assert "log is not read" in report.evidence
 
 
 async def test_silent_verifier(rig: Rig, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ patch is not to blame); a scored cause has a reward in 0..1; what fits no rule i
 
 from __future__ import annotations
 
+import builtins
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -56,12 +57,19 @@ class Evidence:
     abandoned: bool = False
     """The worker itself gave the attempt up (drain, lost lease)."""
     failed_phase: str = ""
-    """Phase in which the sandbox died: setup, agent or verifier; empty: it did not."""
+    """Phase in which a sandbox first failed: setup, agent, verifier or control; empty: none did."""
+    sandbox_died: bool = False
+    """That failure was the sandbox's own death, as its broker says: not a lease that was lost, and
+    not a broker that went away."""
+    backend_away: bool = False
+    """That failure tells of the whole broker: it could not be reached, or refused every start."""
     agent_oom: bool = False
     """The kernel killed something for memory during the agent's last command."""
     verdict: Verdict | None = None
     reward: float | None = None
     agent_wall_s: float = 0.0
+    model_s: float = 0.0
+    """Waiting for model calls, queues and update windows included."""
     decode_s: float = 0.0
     """Inside the engine, without queues and update windows."""
     tool_s: float = 0.0
@@ -74,6 +82,8 @@ class Classified:
     cause: Cause
     reward: float | None
     evidence: str
+    backend_away: bool = False
+    """An infrastructure cause that tells of the whole backend, not of this attempt."""
 
 
 _SCORED_ENDS = {
@@ -86,11 +96,21 @@ _SCORED_ENDS = {
 }
 _OWN_ERRORS = {
     errors.EngineFailedError.__name__: Cause.CAUSE_ENGINE_FAILED,
+    errors.EnginesAwayError.__name__: Cause.CAUSE_ENGINE_FAILED,
     errors.SessionFencedError.__name__: Cause.CAUSE_INTERRUPTED,
     errors.AttemptAbandonedError.__name__: Cause.CAUSE_INTERRUPTED,
     errors.GatewayRejectedError.__name__: Cause.CAUSE_HARNESS_FAILED,
     errors.TaskFormatError.__name__: Cause.CAUSE_HARNESS_FAILED,
+    errors.TransferTooLargeError.__name__: Cause.CAUSE_HARNESS_FAILED,
 }
+_HOST_ERRORS = frozenset(
+    name
+    for name, error in vars(builtins).items()
+    if isinstance(error, type) and issubclass(error, OSError) and error is not TimeoutError
+)
+"""The worker's own machine refused something: a full disk, no more files or processes. What goes
+wrong inside a sandbox or on the way to one arrives as another class. A TimeoutError may come from
+anywhere and explains nothing."""
 _HARBOR_CAUSES = {
     FailureCause.SANDBOX_FAILED: Cause.CAUSE_SANDBOX_FAILED,
     FailureCause.MODEL_PROVIDER_FAILED: Cause.CAUSE_ENGINE_FAILED,
@@ -114,8 +134,12 @@ def classify(evidence: Evidence) -> Classified:
     if name is not None and name != _AGENT_TIMEOUT:
         return _from_exception(evidence, name, words)
     if name == _AGENT_TIMEOUT and not _is_busy(evidence):
-        # The wall clock went to queues, windows and starts: that is not the policy's doing.
-        return Classified(Cause.CAUSE_ENGINE_FAILED, None, words)
+        # The wall clock went to queues, windows and our own slowness: not the policy's doing.
+        cause = Cause.CAUSE_ENGINE_FAILED if _waited(evidence) else Cause.CAUSE_HARNESS_FAILED
+        return Classified(cause, None, words)
+    if evidence.verdict is None and evidence.failed_phase:
+        # Grading after a timeout of the agent, whose exception is the one that Harbor kept.
+        return Classified(Cause.CAUSE_SANDBOX_FAILED, None, words, evidence.backend_away)
     if evidence.verdict is None or evidence.verdict is Verdict.FAILED:
         return Classified(Cause.CAUSE_VERIFIER_FAILED, None, words)
     if evidence.verdict is Verdict.TESTS_HUNG:
@@ -133,19 +157,26 @@ def classify(evidence: Evidence) -> Classified:
 
 def _from_exception(evidence: Evidence, name: str, words: str) -> Classified:
     if name in _OWN_ERRORS:
-        return Classified(_OWN_ERRORS[name], None, words)
+        away = name == errors.EnginesAwayError.__name__
+        return Classified(_OWN_ERRORS[name], None, words, away)
+    if name in _HOST_ERRORS:
+        return Classified(Cause.CAUSE_HARNESS_FAILED, None, words)
     cause = _HARBOR_CAUSES.get(policy_for(name).cause, Cause.CAUSE_UNCLASSIFIED)
-    if (
-        cause == Cause.CAUSE_SANDBOX_FAILED
-        and evidence.failed_phase == "agent"
-        and evidence.agent_oom
-    ):
+    if cause != Cause.CAUSE_SANDBOX_FAILED:
+        return Classified(cause, None, words)
+    if evidence.failed_phase == "agent" and evidence.agent_oom and evidence.sandbox_died:
         return Classified(Cause.CAUSE_AGENT_OOM, 0.0, words)
-    return Classified(cause, None, words)
+    return Classified(cause, None, words, evidence.backend_away)
 
 
 def _is_busy(evidence: Evidence) -> bool:
     return evidence.decode_s + evidence.tool_s >= 0.5 * evidence.agent_wall_s
+
+
+def _waited(evidence: Evidence) -> bool:
+    """Whether most of the idle time went to model calls that were not being decoded."""
+    idle_s = evidence.agent_wall_s - evidence.decode_s - evidence.tool_s
+    return evidence.model_s - evidence.decode_s >= 0.5 * idle_s
 
 
 def _words(evidence: Evidence) -> str:
@@ -155,6 +186,7 @@ def _words(evidence: Evidence) -> str:
             ("agent_end", evidence.agent_end),
             ("exception", evidence.exception_type),
             ("failed_phase", evidence.failed_phase or None),
+            ("backend_away", evidence.backend_away or None),
             ("agent_oom", evidence.agent_oom or None),
             ("verdict", evidence.verdict),
             ("detail", evidence.detail or None),

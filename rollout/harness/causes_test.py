@@ -29,12 +29,37 @@ CASES = {
         0.0,
     ),
     "agent_oom": (
-        Evidence(exception_type="HealthcheckError", failed_phase="agent", agent_oom=True),
+        Evidence(
+            exception_type="HealthcheckError",
+            failed_phase="agent",
+            sandbox_died=True,
+            agent_oom=True,
+        ),
         "CAUSE_AGENT_OOM",
         0.0,
     ),
+    "a_lost_lease_after_the_agents_oom_is_ours": (
+        Evidence(exception_type="HealthcheckError", failed_phase="agent", agent_oom=True),
+        "CAUSE_SANDBOX_FAILED",
+        None,
+    ),
+    "a_broker_that_goes_away_after_the_agents_oom": (
+        Evidence(
+            exception_type="HealthcheckError",
+            failed_phase="agent",
+            backend_away=True,
+            agent_oom=True,
+        ),
+        "CAUSE_SANDBOX_FAILED",
+        None,
+    ),
     "agents_oom_does_not_excuse_the_verifiers_sandbox": (
-        Evidence(exception_type="HealthcheckError", failed_phase="verifier", agent_oom=True),
+        Evidence(
+            exception_type="HealthcheckError",
+            failed_phase="verifier",
+            sandbox_died=True,
+            agent_oom=True,
+        ),
         "CAUSE_SANDBOX_FAILED",
         None,
     ),
@@ -49,6 +74,27 @@ CASES = {
         None,
     ),
     "engine_failed": (Evidence(exception_type="EngineFailedError"), "CAUSE_ENGINE_FAILED", None),
+    "engines_away": (Evidence(exception_type="EnginesAwayError"), "CAUSE_ENGINE_FAILED", None),
+    "no_room_on_the_workers_disk": (
+        Evidence(exception_type="OSError"),
+        "CAUSE_HARNESS_FAILED",
+        None,
+    ),
+    "too_many_files_on_the_workers_host": (
+        Evidence(exception_type="BlockingIOError"),
+        "CAUSE_HARNESS_FAILED",
+        None,
+    ),
+    "a_time_out_of_nobody_knows_what": (
+        Evidence(exception_type="TimeoutError"),
+        "CAUSE_UNCLASSIFIED",
+        None,
+    ),
+    "task_folder_too_large": (
+        Evidence(exception_type="TransferTooLargeError"),
+        "CAUSE_HARNESS_FAILED",
+        None,
+    ),
     "fenced": (Evidence(exception_type="SessionFencedError"), "CAUSE_INTERRUPTED", None),
     "cancelled_trial": (Evidence(exception_type="CancelledError"), "CAUSE_INTERRUPTED", None),
     "abandoned_wins": (
@@ -83,9 +129,37 @@ CASES = {
     ),
     "wall_clock_spent_queueing": (
         Evidence(
-            exception_type="AgentTimeoutError", agent_wall_s=100, decode_s=4, tool_s=3, **GRADED
+            exception_type="AgentTimeoutError",
+            agent_wall_s=100,
+            model_s=94,
+            decode_s=4,
+            tool_s=3,
+            **GRADED,
         ),
         "CAUSE_ENGINE_FAILED",
+        None,
+    ),
+    "wall_clock_spent_by_the_worker_itself": (
+        Evidence(
+            exception_type="AgentTimeoutError",
+            agent_wall_s=100,
+            model_s=10,
+            decode_s=4,
+            tool_s=3,
+            **GRADED,
+        ),
+        "CAUSE_HARNESS_FAILED",
+        None,
+    ),
+    "sandbox_of_the_verifier_dies_after_the_wall_clock_ran_out": (
+        Evidence(
+            exception_type="AgentTimeoutError",
+            agent_wall_s=100,
+            decode_s=40,
+            tool_s=30,
+            failed_phase="verifier",
+        ),
+        "CAUSE_SANDBOX_FAILED",
         None,
     ),
     "no_end": (Evidence(**GRADED), "CAUSE_UNCLASSIFIED", None),
@@ -100,6 +174,39 @@ def test_cause(name: str) -> None:
     assert (Cause.Name(got.cause), got.reward) == (cause, reward)
     # The contract: causes below 20 are scored, all others are masked.
     assert (got.reward is not None) == (got.cause < Cause.CAUSE_SANDBOX_FAILED)
+
+
+AWAY = {
+    "broker_unreachable": (
+        Evidence(exception_type="HealthcheckError", failed_phase="setup", backend_away=True),
+        True,
+    ),
+    "broker_unreachable_while_grading_after_a_timeout": (
+        Evidence(
+            exception_type="AgentTimeoutError",
+            agent_wall_s=100,
+            decode_s=40,
+            tool_s=30,
+            failed_phase="verifier",
+            backend_away=True,
+        ),
+        True,
+    ),
+    "engines_away": (Evidence(exception_type="EnginesAwayError"), True),
+    "sandbox_died": (
+        Evidence(exception_type="HealthcheckError", failed_phase="agent", sandbox_died=True),
+        False,
+    ),
+    "engine_failed": (Evidence(exception_type="EngineFailedError"), False),
+    "abandoned": (Evidence(abandoned=True, backend_away=True), False),
+    "another_cause": (Evidence(exception_type="TaskFormatError", backend_away=True), False),
+}
+
+
+@pytest.mark.parametrize("name", AWAY)
+def test_only_a_failure_of_the_whole_backend_says_so(name: str) -> None:
+    evidence, away = AWAY[name]
+    assert classify(evidence).backend_away is away
 
 
 def test_every_cause_that_a_worker_can_give_is_tested() -> None:

@@ -31,14 +31,22 @@ from harbor.environments.capabilities import (
     EnvironmentResourceCapabilities,
 )
 
-from rollout.harness.attempt_record import AttemptRecord, Phase
+from rollout.harness.attempt_record import AttemptRecord
 from rollout.harness.changes import pack
 from rollout.harness.config import HarnessConfig
 from rollout.harness.errors import TaskFormatError
 from rollout.harness.sandbox_session import SandboxSession
 from rollout.harness.task_folder import LOG_DIRS, TaskFolder, Tree, read_file, read_tree
+from sandbox.client import (
+    BackendBusyError,
+    BrokerAwayError,
+    CapacityError,
+    DeadlineError,
+    SandboxClient,
+    SandboxDiedError,
+    SandboxError,
+)
 from sandbox.client import ExecResult as ClientExecResult
-from sandbox.client import SandboxClient
 
 _CAPABILITIES = EnvironmentCapabilities(
     disable_internet=True,
@@ -54,6 +62,8 @@ _RESOURCES = EnvironmentResourceCapabilities(
     memory_limit=True, cpu_limit=True, fractional_cpus=True
 )
 _DEFAULT_TIMEOUT_S = 600.0
+_AWAY_AT_START = (BrokerAwayError, BackendBusyError, CapacityError, DeadlineError)
+"""While a sandbox is being started these too tell of the backend: no attempt has touched it yet."""
 
 
 class BrokerEnvironment(BaseEnvironment):
@@ -130,14 +140,22 @@ class BrokerEnvironment(BaseEnvironment):
                 image=folder.image,
                 holder=self.record.attempt_id,
                 workdir=folder.workdir,
+                on_failure=self._failed,
                 memory_bytes=folder.memory_bytes,
                 cpu_cores=folder.cpu_cores,
             )
-        except HealthcheckError:
-            self.record.failed_phase = "setup" if self.record.phase is Phase.SETUP else "verifier"
-            raise
         finally:
             self.record.environment_s += time.monotonic() - started
+
+    def _failed(self, error: SandboxError) -> None:
+        """Keeps what the first failure of a sandbox was: in which phase, whose, how far it reached."""
+        record = self.record
+        if record.failed_phase:
+            return
+        starting = self._session is None
+        record.failed_phase = record.phase.value
+        record.sandbox_died = isinstance(error, SandboxDiedError)
+        record.backend_away = isinstance(error, _AWAY_AT_START if starting else BrokerAwayError)
 
     async def _fill(self, tar: bytes) -> None:
         started = time.monotonic()
@@ -180,9 +198,6 @@ class BrokerEnvironment(BaseEnvironment):
             )
         except (TaskFormatError, UnicodeEncodeError):
             self.record.num_execs[self.record.phase] -= 1  # refused: it never reached a sandbox
-            raise
-        except HealthcheckError:
-            self.record.failed_phase = self.record.failed_phase or self.record.phase.value
             raise
 
     async def exec(
@@ -236,12 +251,20 @@ class BrokerEnvironment(BaseEnvironment):
         tar = await self.session().download(path, self.config.grading.max_log_bytes)
         if not tar:
             return None
-        with tarfile.open(fileobj=BytesIO(tar), mode="r:") as archive:
-            for member in archive:
-                stream = archive.extractfile(member) if member.isreg() else None
-                if stream is not None:
-                    return stream.read()
+        try:
+            with tarfile.open(fileobj=BytesIO(tar), mode="r:") as archive:
+                for member in archive:
+                    stream = archive.extractfile(member) if member.isreg() else None
+                    if stream is not None:
+                        return stream.read()
+        except tarfile.TarError as error:
+            raise self.broken_archive(path, error) from error
         return None
+
+    def broken_archive(self, path: str, error: tarfile.TarError) -> HealthcheckError:
+        """The broker packs archives itself, outside the sandbox: a broken one is its failure."""
+        self.record.failed_phase = self.record.failed_phase or self.record.phase.value
+        return HealthcheckError(f"the broker's archive of {path} is broken: {error}")
 
     async def remove(self, paths: Sequence[str]) -> None:
         """Deletes paths relative to the workdir."""

@@ -17,6 +17,12 @@ class EngineFailedError(HarnessError):
     """The gateway could not get a turn from any engine within its bounds."""
 
 
+class EnginesAwayError(EngineFailedError):
+    """No gateway could be reached, or each said for all of the call's repeats that it cannot serve:
+    this tells of the backend, not of the attempt.
+    """
+
+
 class GatewayRejectedError(HarnessError):
     """The gateway refused a call in a way that is neither a cap nor an outage: our defect."""
 

@@ -50,6 +50,11 @@ class FakeBroker(sandbox_pb2_grpc.SandboxBrokerServicer):
         self.num_acquired = 0
         self.num_execs = 0
         self.commands: list[str] = []
+        self.is_away = False
+        """Answers nothing, as a broker whose process is gone."""
+        self.refusal = ""
+        """Name of the error with which Acquire is refused."""
+        self.corrupt_archives = False
         self.intercept: Callable[[Box, str], sandbox_pb2.ExecReply | None] = lambda box, command: (
             None
         )
@@ -58,15 +63,22 @@ class FakeBroker(sandbox_pb2_grpc.SandboxBrokerServicer):
         return _MAPPED.sub(lambda m: str(box.root).encode() + b"/" + m[1], data)
 
     async def _box(self, request: Any, context: grpc.aio.ServicerContext) -> Box:
+        if self.is_away:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "connection refused")
         box = self.boxes.get(request.lease_id)
         if box is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no lease {request.lease_id}")
             raise AssertionError
         if box.is_dead:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the sandbox died")
+            await _died(context)
         return box
 
     async def Acquire(self, request: Any, context: Any) -> sandbox_pb2.AcquireReply:
+        if self.refusal:
+            name = (("swe-rl-error", self.refusal),)
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, "refused", trailing_metadata=name
+            )
         if request.image == "unknown":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no such image")
         lease_id = uuid.uuid4().hex[:12]
@@ -81,6 +93,8 @@ class FakeBroker(sandbox_pb2_grpc.SandboxBrokerServicer):
         return sandbox_pb2.RenewReply()
 
     async def Release(self, request: Any, context: Any) -> sandbox_pb2.ReleaseReply:
+        if self.is_away:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "connection refused")
         box = self.boxes.pop(request.lease_id, None)
         if box is not None:
             _kill_all(box)
@@ -95,10 +109,9 @@ class FakeBroker(sandbox_pb2_grpc.SandboxBrokerServicer):
         self.num_execs += 1
         self.commands.append(request.command)
         reply = self.intercept(box, request.command)
+        await self._box(request, context)  # it may have gone meanwhile
         if reply is not None:
             return reply
-        if box.is_dead:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the sandbox died")
         process = await asyncio.create_subprocess_exec(
             "bash",
             "-c",
@@ -146,17 +159,34 @@ class FakeBroker(sandbox_pb2_grpc.SandboxBrokerServicer):
         path = box.root / request.path.strip("/")
         if not path.exists():
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"no {request.path}")
-        yield sandbox_pb2.TarChunk(data=_tar(path, path.name if path.is_file() else "."))
+        data = _tar(path, path.name if path.is_file() else ".")
+        if request.max_bytes and len(data) > request.max_bytes:
+            name = (("swe-rl-error", "TooLargeError"),)
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            await context.abort(code, "too large", trailing_metadata=name)
+        yield sandbox_pb2.TarChunk(data=data)
 
     async def CollectChanges(
         self, request: Any, context: Any
     ) -> AsyncIterator[sandbox_pb2.TarChunk]:
         box = await self._box(request, context)
-        yield sandbox_pb2.TarChunk(data=_tar(box.root / request.path.strip("/"), "."))
+        data = _tar(box.root / request.path.strip("/"), ".")
+        yield sandbox_pb2.TarChunk(data=b"\xff" * 2048 if self.corrupt_archives else data)
+
+    async def release_all(self) -> None:
+        """What the expiry of the leases does."""
+        for lease_id in list(self.boxes):
+            await self.Release(sandbox_pb2.ReleaseRequest(lease_id=lease_id), None)
 
     async def KillProcesses(self, request: Any, context: Any) -> sandbox_pb2.KillProcessesReply:
         box = await self._box(request, context)
         return sandbox_pb2.KillProcessesReply(num_killed=_kill_all(box))
+
+
+async def _died(context: grpc.aio.ServicerContext) -> None:
+    """As the real broker says it: by the error's name."""
+    name = (("swe-rl-error", "SandboxDiedError"),)
+    await context.abort(grpc.StatusCode.UNAVAILABLE, "the sandbox died", trailing_metadata=name)
 
 
 def _tar(path: Path, name: str) -> bytes:
@@ -245,6 +275,8 @@ class FakeManager(rollout_pb2_grpc.RolloutManagerServicer):
     num_renewals: int = 0
     lease_s: float = 30.0
     outage: grpc.StatusCode | None = None
+    incarnations: set[str] = field(default_factory=set)
+    fenced_names: set[str] = field(default_factory=set)
 
     def _expires(self, target: Any) -> None:
         target.expires_at.FromNanoseconds(int((time.time() + self.lease_s) * 1e9))
@@ -255,6 +287,9 @@ class FakeManager(rollout_pb2_grpc.RolloutManagerServicer):
 
     async def LeaseAttempts(self, request: Any, context: Any) -> rollout_pb2.LeaseAttemptsReply:
         await self._check(context)
+        self.incarnations.add(request.incarnation)
+        if request.worker in self.fenced_names:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another process")
         # Polled, because tests change plain lists.
         while not self.queue and context.time_remaining() > 0.1:  # noqa: ASYNC110
             await asyncio.sleep(0.02)

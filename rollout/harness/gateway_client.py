@@ -18,7 +18,12 @@ import aiohttp
 
 from rollout.harness.causes import AgentEnd
 from rollout.harness.config import HarnessConfig
-from rollout.harness.errors import EngineFailedError, GatewayRejectedError, SessionFencedError
+from rollout.harness.errors import (
+    EngineFailedError,
+    EnginesAwayError,
+    GatewayRejectedError,
+    SessionFencedError,
+)
 
 DECODE_HEADER = "x-swe-rl-decode-ms"
 """Milliseconds inside the engine without update windows, set by the gateway."""
@@ -27,7 +32,7 @@ CAP_CODES = {
     "turn_limit_exceeded": AgentEnd.TURN_CAP,
 }
 _FENCED_STATUS = frozenset({401, 403, 404, 409, 410})
-_RETRIED_STATUS = frozenset({429, 502, 503})
+_RETRIED_STATUS = frozenset({429, 502, 503, 504})
 _RETRIED_CODES = frozenset({"session_moved", "draining", "no_engine", "manager_unavailable"})
 ENGINE_FAILED_CODE = "engine_failed"
 
@@ -71,7 +76,7 @@ class GatewayClient:
         """Asks for the next assistant message.
 
         Raises CapReachedError at a cap, EngineFailedError when no turn can be had within the
-        bounds, SessionFencedError when the session is no longer ours, GatewayRejectedError.
+        bounds (EnginesAwayError when nothing served), SessionFencedError when the session is no longer ours, GatewayRejectedError.
         """
         body = {"model": self._config.model_name, "messages": messages}
         headers = {"Authorization": f"Bearer {session_key}"}
@@ -89,17 +94,17 @@ class GatewayClient:
                         return _completion(payload, response, time.monotonic() - started)
                     last = _refusal(response.status, payload, attempt_id, url)
                     wait_s = _retry_after(response)
+            except aiohttp.ClientError as error:  # before TimeoutError: one to connect is both
+                last, wait_s = f"{url}: {type(error).__name__} {error}", 0.0
             except TimeoutError as error:
                 raise EngineFailedError(
                     f"attempt {attempt_id}: no answer from {url} within "
                     f"{self._config.model_call_timeout_s:g} s"
                 ) from error
-            except aiohttp.ClientError as error:
-                last, wait_s = f"{url}: {type(error).__name__} {error}", 0.0
             if number < self._config.model_retries:
                 await asyncio.sleep(min(max(pause, wait_s), self._config.model_retry_max_s))
                 pause *= 2
-        raise EngineFailedError(
+        raise EnginesAwayError(
             f"attempt {attempt_id}: {self._config.model_retries + 1} calls failed, the last: {last}"
         )
 

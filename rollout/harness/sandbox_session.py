@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from harbor.environments.base import HealthcheckError
@@ -32,7 +32,11 @@ from sandbox.client import (
 _T = TypeVar("_T")
 
 
-async def _guard(call: Awaitable[_T], what: str) -> _T:
+OnFailure = Callable[[SandboxError], None]
+"""Told of each failure of the sandbox or its broker, before HealthcheckError is raised for it."""
+
+
+async def _guard(call: Awaitable[_T], what: str, on_failure: OnFailure) -> _T:
     """Sorts the broker's errors: a bad request, too much data, or a sandbox that is dead to us."""
     try:
         return await call
@@ -41,6 +45,7 @@ async def _guard(call: Awaitable[_T], what: str) -> _T:
     except TooLargeError as error:
         raise TransferTooLargeError(f"{what}: {error}") from error
     except SandboxError as error:
+        on_failure(error)
         raise HealthcheckError(f"{what}: {type(error).__name__} {error}") from error
 
 
@@ -51,9 +56,12 @@ class SandboxSession:
     the broker refuses the request itself.
     """
 
-    def __init__(self, client: SandboxClient, config: SandboxUse, lease: AcquiredLease) -> None:
+    def __init__(
+        self, client: SandboxClient, config: SandboxUse, lease: AcquiredLease, on_failure: OnFailure
+    ) -> None:
         self._client, self._config, self._held_lease = client, config, lease
-        self._lost = ""
+        self._on_failure = on_failure
+        self._lost: SandboxError | None = None
         self._keeper = asyncio.create_task(self._keep_alive(), name=f"keep-{lease.lease_id}")
 
     @classmethod
@@ -65,6 +73,7 @@ class SandboxSession:
         image: str,
         holder: str,
         workdir: str,
+        on_failure: OnFailure,
         memory_bytes: int = 0,
         cpu_cores: float = 0.0,
     ) -> SandboxSession:
@@ -78,16 +87,21 @@ class SandboxSession:
             workdir=workdir,
             timeout_s=config.acquire_timeout_s,
         )
-        lease = await _guard(call, f"sandbox of image {image!r} for {holder}")
-        return cls(client, config, lease)
+        lease = await _guard(call, f"sandbox of image {image!r} for {holder}", on_failure)
+        return cls(client, config, lease, on_failure)
 
-    def _where(self, what: str) -> str:
-        return f"{what} in sandbox {self._held_lease.lease_id}"
+    async def _guarded(self, call: Awaitable[_T], what: str) -> _T:
+        where = f"{what} in sandbox {self._held_lease.lease_id}"
+        return await _guard(call, where, self._on_failure)
 
     @property
     def _lease(self) -> AcquiredLease:
-        if self._lost:
-            raise HealthcheckError(f"sandbox {self._held_lease.lease_id} is gone: {self._lost}")
+        if self._lost is not None:
+            self._on_failure(self._lost)
+            raise HealthcheckError(
+                f"sandbox {self._held_lease.lease_id} is gone: {type(self._lost).__name__} "
+                f"{self._lost}"
+            )
         return self._held_lease
 
     async def execute(
@@ -113,13 +127,13 @@ class SandboxSession:
             merge_output=merge_output,
             deadline_s=timeout_s + self._config.exec_slack_s,
         )
-        return await _guard(call, self._where("command"))
+        return await self._guarded(call, "command")
 
     async def upload(self, archive: bytes, target_dir: str) -> None:
         """Unpacks a tar below target_dir."""
         timeout_s = self._config.transfer_timeout_s
         call = self._client.upload_tar(self._lease, archive, target_dir, timeout_s)
-        await _guard(call, self._where(f"upload to {target_dir}"))
+        await self._guarded(call, f"upload to {target_dir}")
 
     async def download(self, path: str, max_bytes: int) -> bytes | None:
         """A tar of path, or None when there is no such file or folder.
@@ -129,7 +143,7 @@ class SandboxSession:
         timeout_s = self._config.transfer_timeout_s
         call = self._client.download(self._lease, path, max_bytes, timeout_s)
         try:
-            return await _guard(call, self._where(f"download of {path}"))
+            return await self._guarded(call, f"download of {path}")
         except TaskFormatError:
             return None
 
@@ -140,11 +154,11 @@ class SandboxSession:
         """
         timeout_s = self._config.transfer_timeout_s
         call = self._client.collect_changes(self._lease, path, max_bytes, timeout_s)
-        return await _guard(call, self._where(f"changes of {path}"))
+        return await self._guarded(call, f"changes of {path}")
 
     async def kill_processes(self) -> None:
         """Kills all that was left running."""
-        await _guard(self._client.kill_processes(self._lease), self._where("killing processes"))
+        await self._guarded(self._client.kill_processes(self._lease), "killing processes")
 
     async def close(self) -> None:
         """Gives the sandbox back. Never raises: a lease that cannot be released expires."""
@@ -160,7 +174,7 @@ class SandboxSession:
             try:
                 await self._client.renew(self._held_lease, self._config.ttl_s)
             except (UnknownLeaseError, StaleEpochError) as error:
-                self._lost = f"{type(error).__name__} {error}"
+                self._lost = error
                 return
             except SandboxError:
                 pause_s = min(normal_s, 1.0)  # tried often while the lease lasts

@@ -17,12 +17,12 @@ solution passes is it the patch's doing.
 
 from __future__ import annotations
 
+import tarfile
 import time
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from harbor.environments.base import HealthcheckError
 from harbor.models.verifier.result import VerifierResult
 from harbor.verifier.base import BaseVerifier
 from harbor.verifier.verifier import RewardFileNotFoundError
@@ -99,9 +99,6 @@ class FreshSandboxVerifier(BaseVerifier):
                 assert run.reward is not None
                 return self._graded(run.reward)
             return await self._blame(run)
-        except HealthcheckError:
-            record.failed_phase = record.failed_phase or Phase.VERIFIER.value
-            raise
         finally:
             spent = time.monotonic() - started - (record.environment_s - environment_before)
             record.verifier_s += spent
@@ -119,12 +116,15 @@ class FreshSandboxVerifier(BaseVerifier):
         collected = await session.collect_changes(
             folder.workdir, environment.config.sandbox.max_change_bytes
         )
-        return select_changes(
-            collected.archive,
-            collected.deleted_paths,
-            folder.environment_tree,
-            folder.grading.is_restored,
-        )
+        try:
+            return select_changes(
+                collected.archive,
+                collected.deleted_paths,
+                folder.environment_tree,
+                folder.grading.is_restored,
+            )
+        except tarfile.TarError as error:
+            raise environment.broken_archive(folder.workdir, error) from error
 
     async def _run_tests(self, changes: Changes) -> TestRun:
         """Runs the tests on the changes in a fresh sandbox."""
@@ -148,7 +148,11 @@ class FreshSandboxVerifier(BaseVerifier):
         )
         if reply.timed_out:
             return TestRun(None, Death.HUNG, reply.exit_code)
-        reward = await self._reward(reply.stdout, truncated=reply.stdout_dropped_bytes > 0)
+        try:
+            reward = await self._reward(reply.stdout, truncated=reply.stdout_dropped_bytes > 0)
+        except TransferTooLargeError as error:
+            environment.record.note(f"the tests' log is not read: {error}")
+            reward = None
         if reply.oom_killed and not reward:
             return TestRun(None, Death.OOM, reply.exit_code)
         # Killed by a signal before it could pass: not a verdict on the patch, but a death like any

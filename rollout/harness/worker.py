@@ -13,7 +13,9 @@ gateways, one channel to the broker and one to the manager.
 What blocks each loop: the lease loop waits for a free slot, then at the manager; the renew
 loop sleeps; an attempt task waits for its trial, then for the manager to take the result.
 A manager that does not answer is tried again, with pauses up to `backoff_max_s`; its restart
-costs nothing but the attempts that it requeued, which the renew loop then abandons.
+costs nothing but the attempts that it requeued, which the renew loop then abandons. A worker that
+is started again takes over its name: with its first call the manager queues again what the
+process before it held.
 SIGTERM: no more leases, running trials are abandoned and reported as `interrupted`.
 """
 
@@ -24,6 +26,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -78,6 +81,7 @@ class Worker:
         """Args: clock gives Unix time in seconds, the one that the manager's expiries are in."""
         self._config, self._name, self._client, self._runner = config, name, client, runner
         self._clock = clock
+        self._incarnation = secrets.token_hex(16)
         self._running: dict[str, _Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._slot_freed = asyncio.Event()
@@ -95,7 +99,7 @@ class Worker:
             await asyncio.wait([stopped, *loops], return_when=asyncio.FIRST_COMPLETED)
             for loop in loops:
                 if loop.done():
-                    loop.result()  # a loop ends by a defect only: raise it
+                    loop.result()  # a loop ends by a defect or a lost name only: raise it
         finally:
             stopped.cancel()
             loops[0].cancel()
@@ -110,11 +114,15 @@ class Worker:
                 self._slot_freed.clear()
                 await self._slot_freed.wait()
                 continue
-            request = pb.LeaseAttemptsRequest(worker=self._name, max_attempts=free)
+            request = pb.LeaseAttemptsRequest(
+                worker=self._name, max_attempts=free, incarnation=self._incarnation
+            )
             try:
                 reply = await self._client.lease_attempts(request, self._config.lease_wait_s)
             except DeadlineError:
                 continue
+            except FencedError:
+                raise  # another process took the name: what we hold is lost, and we may not lease
             except RolloutError as error:
                 _LOG.warning("no leases from the manager: %s: %s", type(error).__name__, error)
                 await asyncio.sleep(pause_s)
@@ -260,6 +268,8 @@ def main(argv: list[str] | None = None) -> int:
         config.trials_dir.mkdir(parents=True, exist_ok=True)
         _quiet_libraries(config.trials_dir)
         asyncio.run(_serve(config, args.name))
+    except FencedError as error:
+        return fail(f"harness worker {args.name}: {error}")
     except (OSError, ValidationError, ServingError) as error:
         return fail(f"harness worker {args.name}, configuration {args.config}: {error}")
     return 0

@@ -13,7 +13,7 @@ import pytest
 
 from proto import rollout_pb2, rollout_pb2_grpc, trajectory_pb2
 from proto.serving import dial
-from rollout.client import RolloutClient
+from rollout.client import FencedError, RolloutClient
 from rollout.harness.config import HarnessConfig
 from rollout.harness.fakes import FakeManager, serve
 from rollout.harness.worker import Worker
@@ -50,6 +50,8 @@ class Rig:
         self, manager: FakeManager, worker: Worker, runner: StubRunner, clock: list[float]
     ) -> None:
         self.manager, self.worker, self.runner, self.clock = manager, worker, runner, clock
+        self.config: HarnessConfig
+        self.client: RolloutClient
         self.stop = asyncio.Event()
         self.task = asyncio.create_task(worker.run(self.stop))
 
@@ -83,8 +85,10 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
         finish_retry_s=30,
     )
     channel, runner, clock = dial(address), StubRunner(), [1000.0]
-    worker = Worker(config, "w1", RolloutClient(channel), runner, clock=lambda: clock[0])
+    client = RolloutClient(channel)
+    worker = Worker(config, "w1", client, runner, clock=lambda: clock[0])
     rig = Rig(manager, worker, runner, clock)
+    rig.config, rig.client = config, client
     yield rig
     rig.runner.release.set()
     await rig.drain()
@@ -151,6 +155,22 @@ async def test_drain_reports_interrupted(rig: Rig) -> None:
     assert {f.cause for f in rig.manager.finished.values()} == {T.CAUSE_INTERRUPTED}
     assert len(rig.manager.finished) == 3 and len(rig.manager.queue) == 2
     assert not any(f.HasField("reward") for f in rig.manager.finished.values())
+
+
+async def test_every_start_is_another_incarnation_and_a_lost_name_ends_the_worker(
+    rig: Rig,
+) -> None:
+    await rig.until(lambda: len(rig.runner.running) == 3)
+    (first,) = rig.manager.incarnations
+    assert len(first) >= 16
+    rig.manager.fenced_names.add("w1")
+    rig.runner.release.set()
+    with pytest.raises(FencedError):
+        await asyncio.wait_for(rig.task, 10)
+    rig.manager.fenced_names.clear()
+    again = Worker(rig.config, "w1", rig.client, rig.runner)
+    rig.task = asyncio.create_task(again.run(rig.stop))
+    await rig.until(lambda: len(rig.manager.incarnations) == 2)
 
 
 async def test_an_attempt_that_comes_back_replaces_the_old_try(rig: Rig) -> None:
