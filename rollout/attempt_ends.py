@@ -88,6 +88,10 @@ class AttemptEnds:
         self._attempts.requeue(
             attempt, tpb.CAUSE_INTERRUPTED, why, self._clock(), spend_retry=False
         )
+        self.forget(attempt)
+
+    def forget(self, attempt: Attempt) -> None:
+        """A try that was ended elsewhere: its tickets go, and it says nothing about any backend."""
         self.backends.interrupted(attempt)
         self._admission.end_session(session_id(attempt))
 

@@ -505,7 +505,7 @@ class RolloutManager:
                 continue
             _LOG.warning("evaluation %s lost its weight_version %d", evaluation.name, pinned)
             for attempt in self.evaluations.cancel(evaluation.name, weight_version, self._clock()):
-                self.admission.end_session(_session_id(attempt))
+                self.ends.forget(attempt)
         self.waiters.notify()
 
     def _is_adoptable(self, engine: Engine) -> bool:

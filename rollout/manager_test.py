@@ -522,7 +522,7 @@ async def test_a_pause_holds_training_attempts_and_survives_a_restart(tmp_path: 
         assert not (await play(client, running, 1.0)).requeued, "what runs may end"
         await client.start_evaluation(
             pb.StartEvaluationRequest(
-                name="e", pool=pb.POOL_TEST, attempts_per_task=1, agent="mini", temperature=1.0
+                name="e", pool=pb.POOL_TEST, attempts_per_task=1, agent="nop", temperature=1.0
             )
         )
         assert [a.evaluation for a in await lease(client, 8)] == ["e"], "evaluations go on"
