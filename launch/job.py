@@ -36,6 +36,7 @@ from launch.errors import JobFailed
 from launch.evaluation import evaluate, evaluation_name, is_evaluated
 from launch.monitor import Monitor
 from launch.overlap import Timeline
+from launch.pause import PauseWatch
 from launch.recipe import Recipe
 from launch.run_directory import RunDirectory, write_json
 from launch.task_index import add_tasks, read_index
@@ -82,21 +83,30 @@ class Job:
         self._console.print(f"[yellow]{escape(message)}[/yellow]", highlight=False, soft_wrap=True)
 
     async def _watched_stages(self, rollout: RolloutClient, trainer: TrainerClient) -> None:
-        """The stages, ended early when an engine fails for good: it is no process of ours to guard."""
+        """The stages, ended early by what is no process of ours to guard: engines, a pause."""
+        if (await self._patiently(rollout.get_status)).admission_held:
+            # Paused when it ended last; whoever resumes it wants it to go on.
+            opened = rollout_pb2.SetAdmissionRequest(open=True)
+            await self._patiently(lambda: rollout.set_admission(opened))
         stages = asyncio.create_task(self._stages(rollout, trainer))
-        engines = asyncio.create_task(self._watch_engines(rollout))
+        watch = asyncio.create_task(self._watch(rollout))
         try:
-            await asyncio.wait({stages, engines}, return_when=asyncio.FIRST_COMPLETED)
-            await (stages if stages.done() else engines)
+            await asyncio.wait({stages, watch}, return_when=asyncio.FIRST_COMPLETED)
+            await (stages if stages.done() else watch)
         finally:
-            for task in (stages, engines):
+            for task in (stages, watch):
                 task.cancel()
-            await asyncio.gather(stages, engines, return_exceptions=True)
+            await asyncio.gather(stages, watch, return_exceptions=True)
 
-    async def _watch_engines(self, rollout: RolloutClient) -> None:
+    async def _watch(self, rollout: RolloutClient) -> None:
+        """Raises JobFailed when an engine failed for good or a pause lasts too long."""
+        max_pause_s = self._recipe.run.max_pause_s
+        pause = PauseWatch(self._run.root.name, max_pause_s, self._notify)
         while True:
             with contextlib.suppress(UnavailableError, DeadlineError):
-                for engine in (await rollout.get_status()).engines:
+                status = await rollout.get_status()
+                pause.look(status)
+                for engine in status.engines:
                     if engine.state == "failed":
                         raise JobFailed(
                             f"engine {engine.name} failed: {_decisive(engine.detail)} "

@@ -125,6 +125,11 @@ class Monitor:
             )
             shown["groups ready"] = str(manager.num_groups_ready)
             shown["weight_version"] = str(manager.weight_version)
+            outages = [f"{b.name} {b.state}" for b in manager.backends if b.state != "closed"]
+            if outages:
+                shown["outage"] = ", ".join(outages)
+            if manager.admission_held:
+                shown["paused"] = manager.admission_reason
             shown["KV use"] = ", ".join(
                 f"{e.name} {100 * e.kv_usage:.0f} % {e.state}" for e in manager.engines
             )

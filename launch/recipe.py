@@ -50,6 +50,9 @@ class RunSettings(_Section):
     """For one process to drain before it is killed, in seconds."""
     max_restarts: int = Field(default=3, ge=0)
     """Of one process within ten minutes, before the run fails."""
+    max_pause_s: float = Field(default=900.0, gt=0)
+    """How long a run that paused itself (rollout.pause, the trainer's guards) waits for `resume`
+    before it ends, in seconds."""
 
 
 class TaskSettings(_Section):

@@ -58,6 +58,16 @@ class RunDirectory:
         except OSError as error:
             raise UsageError(f"the run {self.root} is in use by another process") from error
 
+    def is_locked(self) -> bool:
+        """Whether another process works on the run now."""
+        try:
+            self.lock()
+        except UsageError:
+            return True
+        finally:
+            self.unlock()
+        return False
+
     def unlock(self) -> None:
         """Gives the run back."""
         if self._lock is not None:

@@ -131,11 +131,16 @@ def resume(
         str, typer.Argument(help="Name below runs/, or path; default: the newest.")
     ] = "",
 ) -> None:
-    """Continues an interrupted run from its newest checkpoint."""
+    """Continues an interrupted run from its newest checkpoint, or one that paused where it is."""
     from launch.deploy import Deployment
+    from launch.pause import let_go_on
     from launch.recipe import load_recipe
 
     run_directory = _find_run(name)
+    if run_directory.is_locked():
+        _execute(let_go_on(run_directory))
+        console.print(f"the run {run_directory.root} goes on", highlight=False, soft_wrap=True)
+        return
     _, recipe = load_recipe(str(run_directory.config))
     deployment = Deployment(recipe, run_directory)
     run_directory.create()
