@@ -6,7 +6,6 @@ import pytest
 
 from proto import trajectory_pb2 as tpb
 from rollout.group_filter import CauseKind, Member, cause_kind, judge_group
-from rollout.staleness_gate import StalenessGate
 
 GOOD, BAD = Member(tpb.CAUSE_SUBMITTED, 1.0, 5), Member(tpb.CAUSE_TURN_CAP, 0.0, 5)
 MASKED = Member(tpb.CAUSE_ENGINE_FAILED, None, 5)
@@ -40,16 +39,3 @@ def test_verdicts(members: list[Member], left: int, reason: str) -> None:
     assert verdict.drop_reason == reason
     kept = judge_group(members, min_valid_members=2, drop_zero_variance=False, zero_variance_left=9)
     assert kept.drop_reason in ("", "too_few_valid_members")
-
-
-@pytest.mark.parametrize(
-    ("max_staleness", "unconsumed", "startable"),
-    [
-        pytest.param(0, 0, 4, id="synchronous"),
-        pytest.param(1, 3, 5, id="one_ahead"),
-        pytest.param(1, 8, 0, id="full"),
-        pytest.param(1, 99, 0, id="after_a_rewind"),
-    ],
-)
-def test_staleness_gate(max_staleness: int, unconsumed: int, startable: int) -> None:
-    assert StalenessGate(max_staleness, batch_groups=4).num_startable(unconsumed) == startable

@@ -93,6 +93,28 @@ async def test_whole_loop_from_tasks_to_trained_batch(tmp_path: Path) -> None:
         assert [s.consumed_at_version for s in summaries] == [1] * 4
 
 
+async def test_finished_turns_can_be_fetched_whole_or_without_content(tmp_path: Path) -> None:
+    async with Testbed(tmp_path) as client:
+        await begin(client)
+        first, second, *_ = await lease(client, 4)
+        with pytest.raises(NotFoundError):
+            _ = [t async for t in client.fetch_turns([first.attempt_id])]
+        await play(client, first, 1.0)
+        await play(client, second, 0.0, num_turns=1)
+        ids = [second.attempt_id, first.attempt_id]
+        turns = [t async for t in client.fetch_turns(ids)]
+        assert [(t.attempt_id, t.turn_index) for t in turns] == [
+            (second.attempt_id, 0),
+            (first.attempt_id, 0),
+            (first.attempt_id, 1),
+        ]
+        assert list(np.frombuffer(turns[2].sampled_ids, "<i4")) == [7, 8]
+        bare = [t async for t in client.fetch_turns(ids, omit_content=True)]
+        assert not any(t.prompt_ids or t.sampled_ids or t.rollout_logprobs for t in bare)
+        assert [t.version_spans[-1].end for t in bare] == [2, 2, 2]
+        assert bare[2].history_length == turns[2].history_length == 5
+
+
 async def test_next_batch_is_idempotent_by_step_and_rewind_brings_batches_back(
     tmp_path: Path,
 ) -> None:

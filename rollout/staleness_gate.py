@@ -2,9 +2,12 @@
 
 Owner: rollout.manager. Pure. A group is unconsumed from its start until the trainer has
 trained it or it was dropped: open, ready and claimed ones count. With at most
-(max_staleness + 1) x batch_groups of them, a group that starts now is consumed, taken
-oldest first, at most max_staleness + 1 batches from now, hence after at most max_staleness
-further updates.
+(max_staleness + 1) x batch_groups of them, and batches that take the oldest ready groups, a
+group that ends no later than those started after it is in one of the next max_staleness + 1
+batches: at most max_staleness updates come between its start and its batch. One that is
+overtaken may be staler; the trainer masks its old tokens. With max_staleness 0 nothing starts
+between the claim of a batch and its acknowledgement, which follows the publication: that is
+synchronous RL.
 """
 
 from __future__ import annotations

@@ -61,6 +61,24 @@ def test_a_rejected_trajectory_keeps_its_reward_in_the_statistics() -> None:
     assert got.scalars["num_trajectories_rejected_nonfinite_rollout_logprob"] == 1
 
 
+def test_only_tokens_beyond_max_staleness_are_masked() -> None:
+    # Version 6, max_staleness 4: tokens of version 1 are masked, those of version 2 are not.
+    old = member("a", 1.0, version=1)
+    old.version_spans[0].end = 2
+    old.version_spans.add(weight_version=2, start=2, end=3)
+    got = build({"g": [old, member("b", 0.0, version=2), member("c", 0.0, version=1)]})
+    assert [(s.attempt_id, s.loss_mask.tolist()) for s in got.sequences] == [
+        ("a", [False, False, True]),
+        ("b", [False, True, True]),
+    ]
+    # The reward of "c", which has no fresh token, stays in the mean that "a" and "b" are set against.
+    assert got.advantages == pytest.approx([1.1547, -0.57735], abs=1e-4)
+    assert got.scalars["num_tokens_masked_stale"] == 3
+    assert got.scalars["num_trajectories_dropped_stale"] == 1
+    assert got.scalars["reward_mean"] == pytest.approx(1 / 3)
+    assert got.dropped_groups == {}
+
+
 def test_branches_share_an_advantage_and_count_once() -> None:
     manager = ScriptedManager()
     main, side = member("a", 1.0), member("a", 1.0, branch_index=1)
