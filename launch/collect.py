@@ -1,20 +1,20 @@
 """Brings what the services counted and recorded into `metrics/`, for the report.
 
-Owner of `metrics/attempts.jsonl`, `metrics/counters.json` and `metrics/overlap.json`.
+Owner of `metrics/counters.json` and `metrics/overlap.json`; `attempt_rows` owns
+`metrics/attempts.jsonl`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from launch.evaluation import cause_name, load_evaluations
+from launch.attempt_rows import write_attempt_rows
+from launch.evaluation import load_evaluations
 from launch.overlap import DecodedTurn, Timeline, measure
 from launch.report.data import load_run
 from launch.run_directory import write_json
@@ -29,43 +29,11 @@ _SETTLE_S = 2.5
 """More than twice the default interval at which the manager polls its engines."""
 _SETTLE_TIMEOUT_S = 20.0
 _ATTEMPTS_PER_FETCH = 1000
-_PARTS = ("environment", "model", "tool", "verifier", "overhead")
-
-
-def attempt_row(summary: rollout_pb2.AttemptSummary) -> dict[str, Any]:
-    """One attempt as a flat row, times in seconds."""
-    ref, report = summary.ref, summary.report
-    row: dict[str, Any] = {
-        "attempt_id": ref.attempt_id,
-        "group_id": ref.group_id,
-        "task_id": ref.task_id,
-        "evaluation": summary.evaluation,
-        "cause": cause_name(ref.cause),
-        "reward": ref.reward if ref.HasField("reward") else None,
-        "num_tokens": ref.num_tokens,
-        "num_turns": ref.num_turns,
-        "num_tries": summary.num_tries,
-        "oldest_weight_version": ref.oldest_weight_version,
-        "consumed_at_version": summary.consumed_at_version,
-        "started_at": ref.started_at.ToNanoseconds() / 1e9,
-        "finished_at": ref.finished_at.ToNanoseconds() / 1e9,
-        "duration_s": (ref.finished_at.ToDatetime() - ref.started_at.ToDatetime()).total_seconds(),
-        "num_model_calls": report.num_model_calls,
-        "num_commands": report.num_commands,
-        "num_execs": report.num_execs,
-        "evidence": report.evidence,
-    }
-    for part in _PARTS:
-        row[f"{part}_time_s"] = getattr(report, f"{part}_time").ToTimedelta().total_seconds()
-    return row
 
 
 async def attempts(rollout: RolloutClient, metrics: Path) -> None:
     """Writes the finished training attempts."""
-    rows = [attempt_row(summary) for summary in await rollout.list_attempts()]
-    temporary = metrics / ".attempts.jsonl.new"
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    os.replace(temporary, metrics / "attempts.jsonl")
+    write_attempt_rows(metrics, await rollout.list_attempts())
 
 
 def rl_steps(metrics: Path) -> list[dict[str, Any]]:

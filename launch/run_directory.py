@@ -34,6 +34,7 @@ class RunDirectory:
     trajectories = property(lambda self: self.root / "trajectories")
     processes = property(lambda self: self.root / "processes")
     export = property(lambda self: self.root / "export")
+    ledger = property(lambda self: self.root / "ledger.db")
     report = property(lambda self: self.root / "report.html")
 
     def create(self) -> None:

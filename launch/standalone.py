@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launch import collect, programs
+from launch.attempt_rows import attempt_row
 from launch.deploy import Deployment
 from launch.errors import JobFailed, UsageError
 from launch.evaluation import evaluate, evaluation_name
@@ -91,7 +92,7 @@ async def evaluate_tasks(
             result = await deployment.supervisor.guard(work)
             name = evaluation_name(agent, temperature)
             summaries = await rollout.list_attempts(evaluation=name)
-            rows = [collect.attempt_row(summary) for summary in summaries]
+            rows = [attempt_row(summary) for summary in summaries]
             write_json(run.metrics / "evaluated_attempts.json", rows)
             await collect.counters(rollout, deployment, run.metrics)
         _print(result, run, console)

@@ -184,7 +184,9 @@ def report(
     """Writes report.html of a run again, from what is in its metrics/."""
     from launch.report.page import write_report
 
-    console.print(f"report: {write_report(_find_run(name).root)}", soft_wrap=True)
+    run_directory = _find_run(name)
+    _refresh_attempts(run_directory)
+    console.print(f"report: {write_report(run_directory.root)}", soft_wrap=True)
 
 
 @tasks_app.command(name="build")
@@ -240,12 +242,23 @@ def _show(run_directory: Any) -> None:
     from launch.report.page import write_report
     from launch.summary import print_summary
 
+    _refresh_attempts(run_directory)
     try:
         path = str(write_report(run_directory.root))
     except OSError as error:
         path = f"not written: {error.strerror}"
     print_summary(run_directory, console)
     console.print(f"report: {path}", highlight=False, soft_wrap=True)
+
+
+def _refresh_attempts(run_directory: Any) -> None:
+    """Brings the attempts of an unfinished run into metrics/; without them there is still a report."""
+    from launch.attempt_rows import refresh_from_ledger
+
+    try:
+        asyncio.run(refresh_from_ledger(run_directory))
+    except (LaunchError, OSError) as error:
+        console.print(f"attempts not read: {error}", style="yellow", soft_wrap=True)
 
 
 def _find_run(name: str, holding: str = "config.toml") -> Any:

@@ -19,12 +19,13 @@ from rollout.group_filter import CauseKind
 from rollout.sessions import Sessions
 from rollout.token_store import TokenStore
 from rollout.turn_admission import TurnAdmission
+from rollout.turn_times import WindowLog
 
 _LOG = logging.getLogger(__name__)
 
 
 class AttemptEnds:
-    """Ends tries; keeps the breakers and the failure rates."""
+    """Ends tries; keeps the breakers, the failure rates and when windows were open."""
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class AttemptEnds:
         self._clock = clock
         self.backends = Backends(config.breaker, monotonic)
         self.rates = FailureRates(config.pause)
+        self.windows = WindowLog()
 
     def end(
         self,
@@ -71,9 +73,16 @@ class AttemptEnds:
         if retry:
             self._attempts.requeue(attempt, cause, evidence, self._clock(), spend_retry=not is_free)
         else:
-            totals = self._sessions.totals(attempt)
+            totals, times = self._sessions.totals(attempt, self.windows)
             verdict = self._attempts.finish(
-                attempt, cause, reward, report, evidence, totals, self._clock()
+                attempt,
+                cause,
+                reward,
+                report,
+                evidence,
+                totals,
+                self._clock(),
+                times.SerializeToString(),
             )
             self._tokens.close_attempt(attempt.attempt_id)
             if verdict is not None and verdict.drop_reason:

@@ -56,6 +56,8 @@ class Attempt:
     oldest_weight_version: int
     newest_weight_version: int
     consumed_at_version: int
+    turn_times: bytes = b""  # TurnTimes
+    trained: bytes = b""  # TrainedTrajectory; empty: not acknowledged
 
     def ref(self) -> tpb.TrajectoryRef:
         """The attempt as a reference."""
@@ -284,6 +286,25 @@ class AttemptTable:
         )
         return None if row is None else int(row[0])
 
+    def earlier_tries(self, attempt: Attempt) -> list[pb.EndedTry]:
+        """Tries of an attempt that were given up, in order."""
+        rows = self._ledger.db.execute(
+            "SELECT cause, evidence, ended_at FROM tries WHERE attempt_id=? AND epoch<?"
+            " ORDER BY epoch",
+            (attempt.attempt_id, attempt.epoch),
+        )
+        tries = []
+        for cause, evidence, ended_at in rows:
+            ended = pb.EndedTry(cause=tpb.Cause.ValueType(cause), evidence=evidence)
+            ended.ended_at.FromMicroseconds(int(ended_at * 1e6))
+            tries.append(ended)
+        return tries
+
+    def group_end(self, group_id: str) -> tuple[str, str]:
+        """A group's state, and why it was dropped; empty for no group."""
+        row = self._ledger.one("SELECT state, reason FROM groups WHERE group_id=?", group_id)
+        return ("", "") if row is None else (row["state"], row["reason"])
+
     # ---- turns
 
     def turn_digest(self, attempt_id: str, epoch: int, turn_index: int) -> bytes | None:
@@ -355,14 +376,20 @@ class AttemptTable:
         evidence: str,
         totals: SequenceTotals,
         now_s: float,
+        turn_times: bytes = b"",
     ) -> Verdict | None:
-        """Ends an attempt; the verdict on its group if it was the last, else None."""
+        """Ends an attempt; the verdict on its group if it was the last, else None.
+
+        Args:
+            report, turn_times: AttemptReport and TurnTimes, serialised.
+        """
         with self._ledger.transaction() as db:
             self._record_try(attempt, cause, evidence, now_s)
             db.execute(
                 "UPDATE attempts SET state='finished', cause=?, reward=?, report=?, finished_at=?,"
                 " finish_order=?, num_tokens=?, num_trained_tokens=?, num_turns=?,"
-                " oldest_weight_version=?, newest_weight_version=? WHERE attempt_id=?",
+                " oldest_weight_version=?, newest_weight_version=?, turn_times=?"
+                " WHERE attempt_id=?",
                 (
                     cause,
                     reward,
@@ -374,6 +401,7 @@ class AttemptTable:
                     totals.num_turns,
                     totals.oldest_weight_version,
                     totals.newest_weight_version,
+                    turn_times,
                     attempt.attempt_id,
                 ),
             )

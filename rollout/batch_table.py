@@ -9,7 +9,7 @@ oldest start first and whole: never the first attempts to end out of more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from proto import rollout_pb2 as pb
@@ -92,9 +92,16 @@ class BatchTable:
         return result
 
     def acknowledge(
-        self, batch_id: str, step: int, weight_version: int, dropped: Mapping[str, str]
+        self,
+        batch_id: str,
+        step: int,
+        weight_version: int,
+        dropped: Mapping[str, str],
+        trajectories: Iterable[pb.TrainedTrajectory] = (),
     ) -> None:
         """Marks a batch as trained at `weight_version`; `dropped` groups as dropped, and why.
+
+        `trajectories` say what the trainer made of each member; it is kept for reports.
 
         Raises:
             NotFoundError: no such batch, or not of this step, or a group is not in it.
@@ -127,6 +134,11 @@ class BatchTable:
                 " (SELECT group_id FROM groups WHERE batch_id=? AND state='trained')",
                 (weight_version, batch_id),
             )
+            db.executemany(
+                "UPDATE attempts SET trained=? WHERE attempt_id=? AND group_id IN"
+                " (SELECT group_id FROM groups WHERE batch_id=?)",
+                [(t.SerializeToString(), t.attempt_id, batch_id) for t in trajectories],
+            )
 
     def rewind(self, step: int, token: str) -> Rewound:
         """Makes every batch newer than `step` ready again and opens a lineage, once a token.
@@ -150,7 +162,7 @@ class BatchTable:
                 )
             for batch_id, _ in batches:
                 db.execute(
-                    "UPDATE attempts SET consumed_at_version=0 WHERE group_id IN"
+                    "UPDATE attempts SET consumed_at_version=0, trained=x'' WHERE group_id IN"
                     " (SELECT group_id FROM groups WHERE batch_id=?)",
                     (batch_id,),
                 )

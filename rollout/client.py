@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from proto import rollout_pb2 as pb
 from proto import rollout_pb2_grpc as pb_grpc
@@ -49,11 +50,14 @@ __all__ = [
     "RolloutError",
     "UnauthenticatedError",
     "UnavailableError",
+    "read_attempts",
     "read_sequences",
+    "write_attempts",
     "write_sequences",
 ]
 
 SEQUENCES_MAGIC = b"SWRLSEQ1"
+ATTEMPTS_MAGIC = b"SWRLATT1"
 _LENGTH = struct.Struct("<I")
 _Reply = TypeVar("_Reply")
 
@@ -257,13 +261,32 @@ def write_sequences(path: Path, sequences: Iterable[tpb.TokenSequence]) -> int:
 
     The file appears under its name only when complete.
     """
+    return _write_records(path, SEQUENCES_MAGIC, sequences)
+
+
+def read_sequences(path: Path) -> Iterator[tpb.TokenSequence]:
+    """Reads what `write_sequences` wrote; CorruptStoreError if it is something else or cut."""
+    return map(tpb.TokenSequence.FromString, _read_records(path, SEQUENCES_MAGIC, "sequences"))
+
+
+def write_attempts(path: Path, attempts: Iterable[pb.AttemptSummary]) -> int:
+    """Writes a file of attempts, framed like a .sequences file; returns the count."""
+    return _write_records(path, ATTEMPTS_MAGIC, attempts)
+
+
+def read_attempts(path: Path) -> Iterator[pb.AttemptSummary]:
+    """Reads what `write_attempts` wrote; CorruptStoreError if it is something else or cut."""
+    return map(pb.AttemptSummary.FromString, _read_records(path, ATTEMPTS_MAGIC, "attempts"))
+
+
+def _write_records(path: Path, magic: bytes, records: Iterable[Message]) -> int:
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
     count = 0
     with partial.open("wb") as file:
-        file.write(SEQUENCES_MAGIC)
-        for sequence in sequences:
-            data = sequence.SerializeToString()
+        file.write(magic)
+        for record in records:
+            data = record.SerializeToString()
             file.write(_LENGTH.pack(len(data)))
             file.write(data)
             count += 1
@@ -271,13 +294,12 @@ def write_sequences(path: Path, sequences: Iterable[tpb.TokenSequence]) -> int:
     return count
 
 
-def read_sequences(path: Path) -> Iterator[tpb.TokenSequence]:
-    """Reads what `write_sequences` wrote; CorruptStoreError if it is something else or cut."""
+def _read_records(path: Path, wanted: bytes, what: str) -> Iterator[bytes]:
     with Path(path).open("rb") as file:
-        magic = file.read(len(SEQUENCES_MAGIC))
-        if magic != SEQUENCES_MAGIC:
+        magic = file.read(len(wanted))
+        if magic != wanted:
             raise CorruptStoreError(
-                f"{path} is no sequences file: got magic {magic!r}, wanted {SEQUENCES_MAGIC!r}"
+                f"{path} is no {what} file: got magic {magic!r}, wanted {wanted!r}"
             )
         while head := file.read(_LENGTH.size):
             if len(head) < _LENGTH.size:
@@ -288,4 +310,4 @@ def read_sequences(path: Path) -> Iterator[tpb.TokenSequence]:
                 raise CorruptStoreError(
                     f"{path} ends inside a record: got {len(data)} B, wanted {size} B"
                 )
-            yield tpb.TokenSequence.FromString(data)
+            yield data

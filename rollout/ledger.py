@@ -24,11 +24,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import quote
 
 from rollout.errors import ConflictError, RolloutError
 from rollout.task_sampler import SamplerState, initial_state, next_task
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _SCHEMA = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE tasks(task_id TEXT PRIMARY KEY, path TEXT NOT NULL, pool INTEGER NOT NULL);
@@ -51,7 +52,8 @@ CREATE TABLE attempts(
   num_trained_tokens INTEGER NOT NULL DEFAULT 0, num_turns INTEGER NOT NULL DEFAULT 0,
   oldest_weight_version INTEGER NOT NULL DEFAULT 0,
   newest_weight_version INTEGER NOT NULL DEFAULT 0,
-  consumed_at_version INTEGER NOT NULL DEFAULT 0);
+  consumed_at_version INTEGER NOT NULL DEFAULT 0,
+  turn_times BLOB NOT NULL DEFAULT x'', trained BLOB NOT NULL DEFAULT x'');
 CREATE INDEX attempts_by_state ON attempts(state, evaluation);
 CREATE INDEX attempts_by_group ON attempts(group_id);
 CREATE INDEX attempts_by_finish ON attempts(finish_order);
@@ -106,7 +108,7 @@ class Ledger:
         self._folder = path.parent
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = path.with_name(path.name + ".lock").open("w")
+            self._lock: IO[str] = path.with_name(path.name + ".lock").open("w")
             _lock(self._lock, lock_wait_s)
             self.db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
             self.db.row_factory = sqlite3.Row
@@ -119,6 +121,28 @@ class Ledger:
                 f"cannot open the ledger {path}: {error}; the folder must be writable and on a "
                 "local disk, and no other manager may run on it"
             ) from error
+
+    @classmethod
+    def reader(cls, path: Path) -> Ledger:
+        """The ledger for reading only, also while a manager has it.
+
+        Raises:
+            RolloutError: there is none, or it has another schema.
+        """
+        ledger = cls.__new__(cls)
+        ledger._folder, ledger._depth = path.parent, 0
+        try:
+            ledger._lock = path.open()  # held like a writer's, but never locked
+            ledger.db = sqlite3.connect(
+                f"file:{quote(str(path.absolute()))}?mode=ro", uri=True, isolation_level=None
+            )
+            ledger.db.row_factory = sqlite3.Row
+            version = ledger.number("PRAGMA user_version")
+        except (OSError, sqlite3.Error) as error:
+            raise RolloutError(f"cannot read the ledger {path}: {error}") from error
+        if version != SCHEMA_VERSION:
+            raise _unlike(version)
+        return ledger
 
     def close(self) -> None:
         """Closes the database; the write-ahead log is folded in."""
@@ -285,10 +309,7 @@ class Ledger:
             if version == SCHEMA_VERSION:
                 return
             if version != 0:
-                raise RolloutError(
-                    f"the ledger has schema {version}, this program wants {SCHEMA_VERSION}; "
-                    "resume the run with the program that began it"
-                )
+                raise _unlike(version)
             for statement in _SCHEMA.split(";"):
                 self.db.execute(statement)
             self.db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
@@ -305,6 +326,13 @@ def _lock(file: IO[str], wait_s: float) -> None:
             if time.monotonic() >= give_up_s:
                 raise
             time.sleep(_LOCK_POLL_S)
+
+
+def _unlike(version: int) -> RolloutError:
+    return RolloutError(
+        f"the ledger has schema {version}, this program wants {SCHEMA_VERSION}; use the program "
+        "that began the run"
+    )
 
 
 def _dump_sampler(state: SamplerState) -> str:

@@ -359,7 +359,11 @@ class RolloutManager:
     def acknowledge(self, request: pb.AckBatchRequest) -> None:
         """Marks a batch as trained; the staleness gate opens."""
         self.batches.acknowledge(
-            request.batch_id, request.step, request.weight_version, request.dropped_groups
+            request.batch_id,
+            request.step,
+            request.weight_version,
+            request.dropped_groups,
+            request.trajectories,
         )
         self.waiters.notify()
 
@@ -386,6 +390,7 @@ class RolloutManager:
         """
         # Taken before the window is: should this process die inside it, the version is spent.
         self.ledger.take_weight_version(request.weight_version)
+        self.ends.windows.follow(True, self._clock())
         try:
             return await self.windows.open(
                 request.weight_version,
@@ -536,6 +541,7 @@ class RolloutManager:
 
     def _follow_window(self) -> None:
         self.admission.set_paused(bool(self.windows.phase))
+        self.ends.windows.follow(bool(self.windows.phase), self._clock())
         if not self.windows.phase:
             self.waiters.notify()
 

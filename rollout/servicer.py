@@ -15,6 +15,7 @@ from grpc.aio import ServicerContext as _Context
 from proto import rollout_pb2 as pb
 from proto import rollout_pb2_grpc as pb_grpc
 from proto import trajectory_pb2 as tpb
+from rollout.attempt_summaries import summaries
 from rollout.attempt_table import Attempt
 from rollout.errors import CAP_METADATA_KEY, CapExceededError, RolloutError, status_code
 from rollout.manager import RolloutManager
@@ -123,11 +124,8 @@ class RolloutServicer(pb_grpc.RolloutManagerServicer):
     async def ListAttempts(
         self, request: pb.ListAttemptsRequest, context: _Context
     ) -> AsyncIterator[pb.AttemptSummary]:
-        finished = self._manager.attempts.select(
-            "evaluation=? AND state='finished' ORDER BY finish_order", request.evaluation
-        )
-        for attempt in finished:
-            yield _summary(attempt)
+        for summary in summaries(self._manager.attempts, request.evaluation):
+            yield summary
 
     @_stream
     async def FetchTurns(
@@ -324,13 +322,3 @@ def split_sequence(
         part.loss_mask = sequence.loss_mask[start:end]
         part.rollout_logprobs = sequence.rollout_logprobs[4 * start : 4 * end]
         yield pb.FetchSequencesReply(part=part, last_part=end >= total)
-
-
-def _summary(attempt: Attempt) -> pb.AttemptSummary:
-    return pb.AttemptSummary(
-        ref=attempt.ref(),
-        evaluation=attempt.evaluation,
-        report=pb.AttemptReport.FromString(attempt.report),
-        num_tries=attempt.num_leases,
-        consumed_at_version=attempt.consumed_at_version,
-    )

@@ -17,6 +17,7 @@ from rollout.errors import BadRequestError, CapExceededError, ConflictError, Not
 from rollout.evaluations import Evaluations
 from rollout.sequences import SequenceTotals, build_sequences, check_turn
 from rollout.token_store import TokenStore
+from rollout.turn_times import WindowLog, turn_times
 
 
 class Sessions:
@@ -111,9 +112,10 @@ class Sessions:
         self._attempts.add_turn(attempt, turn.turn_index, digest, summary, location)
         return summary.total_length
 
-    def totals(self, attempt: Attempt) -> SequenceTotals:
-        """Sizes and versions of the attempt's present try."""
-        return build_sequences(list(self.turns(attempt)))[1]
+    def totals(self, attempt: Attempt, windows: WindowLog) -> tuple[SequenceTotals, pb.TurnTimes]:
+        """Sizes, versions and times of the attempt's present try."""
+        turns = list(self.turns(attempt))
+        return build_sequences(turns)[1], turn_times(turns, windows)
 
     def training_sequences(self, attempt_id: str) -> list[tpb.TokenSequence]:
         """The branches of a finished attempt. Raises NotFoundError for any other."""

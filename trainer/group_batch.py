@@ -30,6 +30,7 @@ class GroupBatch:
     dropped_groups: dict[str, str]  # group_id -> reason
     scalars: dict[str, float]
     staleness: dict[int, int]
+    trajectories: list[rollout_pb2.TrainedTrajectory]  # each looked at
 
     @property
     def num_trained(self) -> int:
@@ -57,7 +58,7 @@ def build(
     for sequence in sequences:
         by_attempt[sequence.attempt_id].append(sequence)
     counts: collections.Counter[str] = collections.Counter()
-    batch = GroupBatch([], [], [], {}, {}, {})
+    batch = GroupBatch([], [], [], {}, {}, {}, [])
     rewards: list[float] = []
     trained_lengths: list[int] = []
     oldest: list[int] = []
@@ -77,9 +78,11 @@ def build(
             continue
         added = 0
         for member, advantage in zip(members, advantages, strict=True):
-            branches = _trainable(
+            branches, told = _trainable(
                 by_attempt[member.attempt_id], config, weight_version, max_staleness, counts
             )
+            told.attempt_id = member.attempt_id
+            batch.trajectories.append(told)
             batch.sequences.extend(branches)
             batch.advantages.extend([float(advantage)] * len(branches))
             batch.trajectory.extend([num_trajectories] * len(branches))
@@ -112,16 +115,22 @@ def _trainable(
     weight_version: int,
     max_staleness: int,
     counts: collections.Counter[str],
-) -> list[Sequence]:
+) -> tuple[list[Sequence], rollout_pb2.TrainedTrajectory]:
     """Branches of one trajectory that are trained, stale tokens masked; counts what is not."""
+    told = rollout_pb2.TrainedTrajectory()
     for sequence in branches:
         if reason := broken_reason(sequence):
             counts[f"num_trajectories_rejected_{reason}"] += 1
-            return []
+            told.untrained_reason = reason
+            return [], told
     fresh = [mask_stale(s, weight_version, max_staleness) for s in branches]
-    masked = sum(s.num_trained for s in branches) - sum(s.num_trained for s in fresh)
+    left = sum(s.num_trained for s in fresh)
+    masked = sum(s.num_trained for s in branches) - left
     counts["num_tokens_masked_stale"] += masked
-    if sum(s.num_trained for s in fresh) < config.min_trained_tokens:
+    told.num_tokens_masked_stale = masked
+    if left < config.min_trained_tokens:
         counts["num_trajectories_dropped_stale" if masked else "num_trajectories_empty"] += 1
-        return []
-    return [s for s in fresh if s.num_trained]
+        told.untrained_reason = "stale" if masked else "empty"
+        return [], told
+    told.num_tokens = left
+    return [s for s in fresh if s.num_trained], told

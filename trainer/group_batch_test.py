@@ -51,12 +51,22 @@ def test_groups_that_say_nothing_are_dropped_with_a_reason() -> None:
     }
     assert got.sequences == []
     assert got.scalars["num_trajectories_dropped_stale"] == 2
+    assert [(t.attempt_id, t.num_tokens, t.untrained_reason) for t in got.trajectories] == [
+        ("d", 0, "stale"),
+        ("e", 0, "stale"),
+    ]
+    assert [t.num_tokens_masked_stale for t in got.trajectories] == [2, 2]
 
 
 def test_a_rejected_trajectory_keeps_its_reward_in_the_statistics() -> None:
     bad = member("a", 1.0, logprobs=[0, float("nan"), -1])
     got = build({"g": [bad, member("b", 0.0), member("c", 0.0)]})
     assert [s.attempt_id for s in got.sequences] == ["b", "c"]
+    assert [(t.attempt_id, t.num_tokens, t.untrained_reason) for t in got.trajectories] == [
+        ("a", 0, "nonfinite_rollout_logprob"),
+        ("b", 2, ""),
+        ("c", 2, ""),
+    ]
     assert got.advantages == pytest.approx([-0.57735, -0.57735], abs=1e-4)
     assert got.scalars["num_trajectories_rejected_nonfinite_rollout_logprob"] == 1
 

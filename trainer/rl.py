@@ -84,6 +84,7 @@ class RlStage:
             self._ack(claimed, batch, step, consumed_version)
             scalars = self._scalars(batch, micros, old, update, consumed_version)
             scalars["num_groups_ready_left"] = float(claimed.num_groups_ready_left)
+            scalars["lineage"] = float(self._runner.lineage)
             self._runner.step_done(
                 StepRecord(
                     self._name,
@@ -182,6 +183,7 @@ class RlStage:
                 step=step,
                 weight_version=version,
                 dropped_groups=batch.dropped_groups,
+                trajectories=batch.trajectories,
             )
         )
 

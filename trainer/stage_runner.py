@@ -102,7 +102,7 @@ class StageRunner:
         # A signal handler calls `stop` on the main thread, which may hold the lock just then.
         self._lock = threading.RLock()
         self._published_updates = -1  # learner.num_updates at the last publication
-        self._has_lineage = False
+        self.lineage = 0  # as the manager counts them; 0 before the first publication
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._paused = False
         self._stopping = False
@@ -329,13 +329,13 @@ class StageRunner:
         Batches newer than it are ready again, and versions published after it was written are
         never used twice.
         """
-        if self._has_lineage:
+        if self.lineage:
             return
         reply = link.rewind(
             rollout_pb2.RewindRequest(step=self._progress.rl_step, lineage_token=uuid.uuid4().hex)
         )
         self._advance(weight_version=max(self._progress.weight_version, reply.max_weight_version))
-        self._has_lineage = True
+        self.lineage = reply.lineage
 
     def _run_stage(self, request: StageRequest, completed: int) -> None:
         try:

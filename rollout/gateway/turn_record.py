@@ -28,6 +28,7 @@ class Timing:
     received_at_s: float
     queued_s: float
     generating_s: float
+    engine_queued_s: float = 0.0  # part of generating_s
 
 
 def to_record(
@@ -69,6 +70,7 @@ def to_record(
     record.timings.received_at.FromNanoseconds(int(timing.received_at_s * 1e9))
     record.timings.queued.FromNanoseconds(int(timing.queued_s * 1e9))
     record.timings.generating.FromNanoseconds(int(timing.generating_s * 1e9))
+    record.timings.engine_queued.FromNanoseconds(int(timing.engine_queued_s * 1e9))
     return record
 
 

@@ -146,7 +146,12 @@ class TurnRunner:
             sampling=session.sampling,
             kv_version_lower_bound=sampled.kv_version_lower_bound,
             engine=sampled.engine,
-            timing=Timing(received_at_s, sampled.queued_s, sampled.generating_s),
+            timing=Timing(
+                received_at_s,
+                sampled.queued_s,
+                sampled.generating_s,
+                sampled.generation.engine_queued_s,
+            ),
         )
         await self._commit(session, plan, record, answer, sampled.ticket_id, deadline_s)
         if plan.kind is PlanKind.BRANCH:

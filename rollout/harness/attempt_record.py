@@ -41,6 +41,8 @@ class AttemptRecord:
     num_execs: Counter[Phase] = field(default_factory=Counter)
     num_model_calls: int = 0
     environment_s: float = 0.0
+    grading_environment_s: float = 0.0
+    """Part of environment_s: the sandboxes for grading."""
     model_s: float = 0.0
     decode_s: float = 0.0
     tool_s: float = 0.0

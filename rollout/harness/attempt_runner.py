@@ -178,6 +178,7 @@ def _finish(
         num_verifier_commands=verifier_commands,
         num_execs=record.num_execs.total(),
         environment_time=_seconds(record.environment_s),
+        grading_environment_time=_seconds(record.grading_environment_s),
         model_time=_seconds(record.model_s),
         tool_time=_seconds(record.tool_s),
         verifier_time=_seconds(record.verifier_s),

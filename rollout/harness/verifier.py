@@ -100,8 +100,9 @@ class FreshSandboxVerifier(BaseVerifier):
                 return self._graded(run.reward)
             return await self._blame(run)
         finally:
-            spent = time.monotonic() - started - (record.environment_s - environment_before)
-            record.verifier_s += spent
+            in_environment = record.environment_s - environment_before
+            record.grading_environment_s += in_environment
+            record.verifier_s += time.monotonic() - started - in_environment
 
     def _graded(self, reward: float, verdict: Verdict = Verdict.GRADED) -> VerifierResult:
         record = self._environment.record
