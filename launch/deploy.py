@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from bazel.environments import PYTHON
 from launch.ports import choose_ports
-from launch.recipe import Recipe, validated
+from launch.recipe import Recipe, RunSettings, validated
 from launch.run_directory import RunDirectory
 from launch.supervisor import ProcessSpec, RestartPolicy, Supervisor
 from proto import rollout_pb2, sandbox_pb2, sandbox_pb2_grpc, serving
@@ -98,6 +98,10 @@ class Deployment:
             sections.get(name, name): config.model_dump(mode="json", exclude_none=True)
             for name, config in self._configs.items()
         }
+
+    def config_of(self, name: str) -> Any:
+        """The checked settings of `broker`, `manager`, `gateway`, `worker` or `trainer`."""
+        return self._configs[name]
 
     @property
     def broker_address(self) -> str:
@@ -256,22 +260,15 @@ class Deployment:
         return specs
 
     def _server(self, name: str, module: str, config: str = "") -> ProcessSpec:
-        address = self._address(name)
-        arguments = [
-            "--config",
-            str(self._run.processes / f"{config or name}.json"),
-            "--listen",
-            address,
-        ]
-
-        async def grpc_ready() -> bool:
-            return await serving.is_serving(address, timeout_s=_PROBE_TIMEOUT_S)
-
-        async def http_ready() -> bool:
-            return await _http_ok(f"http://{address}/health")
-
-        ready = http_ready if config == "gateway" else grpc_ready
-        return self._spec(name, [PYTHON["main"], "-P", "-m", module, *arguments], ready)
+        return server_spec(
+            self._recipe.run,
+            self._run,
+            name,
+            module,
+            self._address(name),
+            config=config,
+            serves_http=config == "gateway",
+        )
 
     def _worker(self, name: str) -> ProcessSpec:
         config = str(self._run.processes / "worker.json")
@@ -289,20 +286,49 @@ class Deployment:
         async def started() -> bool:
             return True  # it serves nothing: it leases work as soon as it can
 
-        return self._spec(name, argv, started)
+        return _spec(self._recipe.run, self._run, name, argv, started)
 
-    def _spec(self, name: str, argv: list[str], ready: Any) -> ProcessSpec:
-        settings = self._recipe.run
-        return ProcessSpec(
-            name=name,
-            argv=argv,
-            log_path=self._run.logs / f"{name}.log",
-            ready=ready,
-            env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
-            start_timeout_s=settings.start_timeout_s,
-            stop_timeout_s=settings.stop_timeout_s,
-            restart=RestartPolicy(max_restarts=settings.max_restarts),
-        )
+
+def server_spec(
+    settings: RunSettings,
+    run: RunDirectory,
+    name: str,
+    module: str,
+    address: str,
+    *,
+    config: str = "",
+    serves_http: bool = False,
+) -> ProcessSpec:
+    """A server of the main environment, with the config file `processes/<config or name>.json`.
+
+    It is up when its gRPC health, or its page /health, says so.
+    """
+    path = run.processes / f"{config or name}.json"
+    arguments = ["--config", str(path), "--listen", address]
+
+    async def grpc_ready() -> bool:
+        return await serving.is_serving(address, timeout_s=_PROBE_TIMEOUT_S)
+
+    async def http_ready() -> bool:
+        return await _http_ok(f"http://{address}/health")
+
+    argv = [PYTHON["main"], "-P", "-m", module, *arguments]
+    return _spec(settings, run, name, argv, http_ready if serves_http else grpc_ready)
+
+
+def _spec(
+    settings: RunSettings, run: RunDirectory, name: str, argv: list[str], ready: Any
+) -> ProcessSpec:
+    return ProcessSpec(
+        name=name,
+        argv=argv,
+        log_path=run.logs / f"{name}.log",
+        ready=ready,
+        env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+        start_timeout_s=settings.start_timeout_s,
+        stop_timeout_s=settings.stop_timeout_s,
+        restart=RestartPolicy(max_restarts=settings.max_restarts),
+    )
 
 
 async def _http_ok(url: str) -> bool:

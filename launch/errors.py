@@ -25,3 +25,9 @@ class JobFailed(LaunchError):
     """Every process lives, but a stage of the job reported a failure."""
 
     exit_code = 4
+
+
+class ReplayDiffers(LaunchError):
+    """A replay of a run with the run's own settings did not give the run's numbers."""
+
+    exit_code = 5

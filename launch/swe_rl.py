@@ -6,6 +6,7 @@ Imports of the services' libraries wait until a command needs them, so that `--h
     swe_rl                                     the CPU recipe, from nothing to the table
     swe_rl @ smoke --rl.num_steps=5            another recipe, one setting changed
     swe_rl run @ my.toml --dry-run             print the resolved recipe and stop
+    swe_rl replay NAME                         the RL stage of a run again, from its record
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rich.console import Console
 
 from launch.errors import LaunchError, UsageError
 
-_COMMANDS = ("run", "resume", "eval", "report", "tasks")
+_COMMANDS = ("run", "resume", "replay", "eval", "report", "tasks")
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 _EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -94,6 +95,16 @@ def _split_recipe(arguments: list[str]) -> tuple[str, list[str]]:
     return recipe, overrides
 
 
+def _split_run(arguments: list[str]) -> tuple[str, list[str]]:
+    """[NAME] and overrides -> (name of a run, or empty, overrides)."""
+    overrides = [argument for argument in arguments if argument.startswith("--")]
+    names = [argument for argument in arguments if not argument.startswith("--")]
+    unread = [argument for argument in overrides if "=" not in argument] + names[1:]
+    if unread:
+        raise UsageError(f"cannot read {unread[0]!r}: want one run and --section.field=value")
+    return (names[0] if names else ""), overrides
+
+
 @app.command(context_settings=_EXTRA)
 def run(
     context: typer.Context,
@@ -145,6 +156,37 @@ def resume(
     deployment = Deployment(recipe, run_directory)
     run_directory.create()
     _job(recipe, run_directory, deployment, resumed=True)
+
+
+@app.command(context_settings=_EXTRA)
+def replay(
+    context: typer.Context,
+    name: Annotated[
+        str, typer.Option(help="Folder below the run's replays/; default: the time.")
+    ] = "",
+    steps: Annotated[
+        int, typer.Option(min=0, help="Replays the first STEPS only; 0: all that were recorded.")
+    ] = 0,
+) -> None:
+    """Trains a run's RL stage again from its recorded batches and compares: `[RUN] [--trainer.field=value ...]`.
+
+    No engines, no sandboxes. With the run's settings every step must be equal bit for bit; with
+    others the differences are shown. The default run is the newest.
+    """
+    from launch.recipe import load_recipe
+    from launch.replay import check_overrides
+    from launch.replay import replay as replay_run
+
+    run_name, overrides = _split_run(context.args)
+    check_overrides(overrides)
+    run_directory = _find_run(run_name, "metrics/rl.jsonl")
+    _, recipe = load_recipe(str(run_directory.config), overrides)
+    name = name or time.strftime("%Y%m%d-%H%M%S")
+    _execute(
+        replay_run(
+            run_directory, recipe, name=name, num_steps=steps, overrides=overrides, console=console
+        )
+    )
 
 
 @app.command(name="eval")

@@ -226,3 +226,16 @@ class RolloutConfig(BaseModel):
                 "long attempts; raise context_length or lower the cap"
             )
         return self
+
+
+class RecordedRunConfig(BaseModel):
+    """The server of a recorded run's batches, for a replay."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rollout: RolloutConfig
+    """The recorded run's manager: `ledger.db` and `tokens/` of its run_dir are read, never written."""
+    scratch_dir: Path
+    """A copy of the ledger lies here while the server runs."""
+    num_steps: int = Field(gt=0)
+    """Steps 1 to this must have been recorded, tokens included."""

@@ -60,6 +60,16 @@ def test_caps_that_the_engines_would_refuse(tmp_path):
     check(outcome, "[rollout]", "caps.max_total_tokens 512 is above engines.context_length 256")
 
 
+def test_nothing_to_replay(tmp_path):
+    check(swe_rl(tmp_path, "replay", timeout_s=_SECONDS), "no run below", "metrics/rl.jsonl")
+    check(swe_rl(tmp_path, "replay", "gone", timeout_s=_SECONDS), "no run 'gone'")
+
+
+def test_a_setting_that_changes_nothing_in_a_replay(tmp_path):
+    outcome = swe_rl(tmp_path, "replay", "--rl.group_size=4", timeout_s=_SECONDS)
+    check(outcome, "rl.group_size changes nothing")
+
+
 def test_missing_task_directory(tmp_path):
     index = [{"task_id": "a", "path": str(tmp_path / "gone"), "pool": "test"}]
     (tmp_path / "index.json").write_text(json.dumps(index))

@@ -60,6 +60,10 @@ def test_an_interrupted_run_is_resumed_to_its_table(tmp_path):
     assert outcome.left == {}
     lines = (run_root(tmp_path) / "metrics" / "rl.jsonl").read_text().splitlines()
     assert len(lines) == 3
+    outcome = swe_rl(tmp_path, "replay", timeout_s=_TIMEOUT_S)
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert "3 steps" in outcome.out and "equal bit for bit" in outcome.out
+    assert outcome.left == {}
 
 
 def test_kill_9_of_the_command_leaves_no_process(tmp_path):

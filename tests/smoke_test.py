@@ -78,6 +78,38 @@ def test_a_steps_parts_add_up(finished):
         assert sum(parts) == pytest.approx(step["time_step_s"], abs=1e-6)
 
 
+def test_a_replay_repeats_every_step_bit_for_bit(finished):
+    _, root = finished
+    recorded = (root / "metrics" / "rl.jsonl").read_bytes()
+    outcome = swe_rl(root.parent.parent, "replay", "--name", "again", timeout_s=_TIMEOUT_S)
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert "3 steps" in outcome.out
+    assert "equal bit for bit" in outcome.out
+    assert outcome.left == {}
+    replayed = [json.loads(line) for line in _lines(root / "replays" / "again")]
+    for step, again in zip(map(json.loads, _lines(root)), replayed, strict=True):
+        for name in ("loss", "grad_norm", "entropy_mean_nats", "gap_total_mean_nats"):
+            assert step[name].hex() == again[name].hex()
+    assert (root / "metrics" / "rl.jsonl").read_bytes() == recorded
+
+
+def test_a_replay_with_another_loss_shows_the_difference(finished):
+    _, root = finished
+    changed = "--trainer.rl.negative_advantage_scale=1.0"
+    outcome = swe_rl(
+        root.parent.parent,
+        "replay",
+        "--name",
+        "other",
+        "--steps",
+        "1",
+        changed,
+        timeout_s=_TIMEOUT_S,
+    )
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert "the first is loss of step 1" in outcome.out
+
+
 def test_resuming_a_finished_run_shows_it_again_and_changes_nothing(finished):
     _, root = finished
     counters = (root / "metrics" / "counters.json").read_bytes()
@@ -86,3 +118,7 @@ def test_resuming_a_finished_run_shows_it_again_and_changes_nothing(finished):
     assert "pass@1" in outcome.out
     assert outcome.left == {}
     assert (root / "metrics" / "counters.json").read_bytes() == counters
+
+
+def _lines(root):
+    return (root / "metrics" / "rl.jsonl").read_text().splitlines()

@@ -56,10 +56,13 @@ class Checkpoint:
 class CheckpointStore:
     """The checkpoints of one run."""
 
-    def __init__(self, folder: Path, kept: int) -> None:
-        """Args: folder is made if needed; the newest `kept` checkpoints survive a save."""
+    def __init__(self, folder: Path, kept: int, keep_stage_ends: bool = False) -> None:
+        """Args: folder is made if needed; what survives a save is the newest `kept` checkpoints
+        and, if asked, the newest of each stage that had ended.
+        """
         self._folder = folder
         self._kept = kept
+        self._keep_stage_ends = keep_stage_ends
         folder.mkdir(parents=True, exist_ok=True)
 
     def paths(self) -> list[Path]:
@@ -83,7 +86,7 @@ class CheckpointStore:
         _write_manifest(partial, progress, with_optimizer)
         partial.rename(path)
         _sync(self._folder)
-        for old in self.paths()[: -self._kept]:
+        for old in self._superseded():
             shutil.rmtree(old)
         return path
 
@@ -96,9 +99,38 @@ class CheckpointStore:
                 _log.error("checkpoint refused, the one before is used: %s", error)
         return None
 
-    def progress_of_kept(self) -> list[Progress]:
-        """Progress of every checkpoint kept, oldest first, from manifests alone."""
-        return [_read_manifest(p)[1].progress for p in self.paths()]
+    def progress_of_newest(self) -> list[Progress]:
+        """Progress of the newest `kept`, oldest first, from manifests alone.
+
+        A stage's end beyond those is there to be replayed, not to be resumed from.
+        """
+        return [p for path in self.paths()[-self._kept :] if (p := _progress(path)) is not None]
+
+    def _superseded(self) -> list[Path]:
+        """Checkpoints that nothing needs any more."""
+        older = self.paths()[: -self._kept]
+        if not self._keep_stage_ends:
+            return older
+        ends: dict[str, Path] = {}
+        for path in self.paths():
+            progress = _progress(path)
+            if progress is not None and progress.stage in progress.finished_stages:
+                ends[progress.stage] = path
+        return [path for path in older if path not in ends.values()]
+
+
+def newest_before_rl(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint of a run that no RL step has changed; None if there is none.
+
+    Raises:
+      CorruptCheckpointError: its files do not match its manifest.
+    """
+    paths = sorted(p for p in folder.glob("[0-9]*") if p.is_dir())
+    for path in reversed(paths):
+        progress = _progress(path)
+        if progress is not None and progress.rl_step == 0:
+            return verify(path)
+    return None
 
 
 def load_model(learner: Learner, checkpoint: Checkpoint) -> None:
@@ -233,6 +265,14 @@ def _write_manifest(folder: Path, progress: Progress, has_optimizer: bool) -> No
     manifest.write_text(json.dumps(content, indent=1))
     _sync(manifest)
     _sync(folder)
+
+
+def _progress(path: Path) -> Progress | None:
+    """None when the manifest cannot be read."""
+    try:
+        return _read_manifest(path)[1].progress
+    except CorruptCheckpointError:
+        return None
 
 
 def _read_manifest(path: Path) -> tuple[dict[str, str], Checkpoint]:

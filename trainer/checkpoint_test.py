@@ -98,4 +98,24 @@ def test_only_the_newest_are_kept(tmp_path: Path, model_dir: Path, device: Devic
     for step in range(1, 5):
         store.save(learner, Progress("rl", step))
     assert [p.name for p in store.paths()] == ["000003-rl-3", "000004-rl-4"]
-    assert [p.stage_step for p in store.progress_of_kept()] == [3, 4]
+    assert [p.stage_step for p in store.progress_of_newest()] == [3, 4]
+
+
+def test_the_end_of_each_stage_is_kept_beside_the_newest(
+    tmp_path: Path, model_dir: Path, device: Device
+) -> None:
+    learner = make_learner(model_dir, device)
+    store = CheckpointStore(tmp_path / "checkpoints", kept=1, keep_stage_ends=True)
+    store.save(learner, Progress("pretrain", 9))
+    store.save(learner, Progress("pretrain", 10, finished_stages=("pretrain",)))
+    store.save(learner, Progress("sft", 4, finished_stages=("pretrain",)))
+    store.save(learner, Progress("sft", 5, 0, 1, ("pretrain", "sft")))
+    store.save(learner, Progress("sft", 5, 0, 2, ("pretrain", "sft")))
+    for step in (1, 2):
+        store.save(learner, Progress("rl", step, step, 3, ("pretrain", "sft")))
+    kept = ["000002-pretrain-10", "000005-sft-5", "000007-rl-2"]
+    assert [p.name for p in store.paths()] == kept
+    assert [p.stage_step for p in store.progress_of_newest()] == [2]
+    start = checkpoint.newest_before_rl(tmp_path / "checkpoints")
+    assert start is not None
+    assert start.progress == Progress("sft", 5, 0, 2, ("pretrain", "sft"))

@@ -205,7 +205,14 @@ class TrainerConfig(_Settings):
     logprob_chunk: int = Field(default=4096, gt=0)
     """Most trained tokens whose logits exist at one time."""
     checkpoints_kept: int = Field(default=3, gt=0)
-    """Checkpoints kept on disk; older ones are deleted."""
+    """Newest checkpoints kept on disk; older ones are deleted."""
+    keep_stage_ends: bool = True
+    """Keeps the checkpoint at the end of each stage too: a replay of the RL stage starts from the
+    one before it."""
+    replay_of: Path | None = None
+    """Folder of a recorded run whose RL stage is trained again: the first weights are those of its
+    last checkpoint before RL, versions are those of the recorded batches, and no weights are
+    sent."""
     sequences_per_fetch: int = Field(default=256, gt=0)
     """Attempts asked for in one FetchSequences call."""
     collective_timeout_s: float = Field(default=600.0, gt=0)

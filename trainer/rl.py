@@ -107,6 +107,8 @@ class RlStage:
             reply = self._runner.wait(self._link.next_batch(request, self._config.batch_wait_s))
             clock.lap("wait")
             if reply.groups:
+                if reply.replayed_at_version:
+                    self._runner.take_version(reply.replayed_at_version)
                 return reply
             if reply.republish_requested:
                 self._runner.publish_to_stage()

@@ -57,12 +57,14 @@ def make_link(config: TrainerConfig, loop: asyncio.AbstractEventLoop) -> Manager
         return None
     from proto.serving import ClientSecurity, dial
     from rollout.client import RolloutClient
-    from trainer.manager_link import ManagerLink
+    from trainer.manager_link import CountingPublisher, ManagerLink
     from weightsync.config import WeightSyncConfig
     from weightsync.publisher import PublishError, WeightPublisher
 
     channel = dial(config.manager_address, ClientSecurity.from_environment())
     client = RolloutClient(channel, call_timeout_s=config.manager_timeout_s)
+    if config.replay_of is not None:
+        return ManagerLink(loop, client, CountingPublisher(), config.manager_retry_s)
     publisher = WeightPublisher(WeightSyncConfig(**config.weight_sync), client)
     return ManagerLink(loop, client, publisher, config.manager_retry_s, (PublishError,))
 

@@ -27,11 +27,12 @@ from rollout.client import RolloutError
 from trainer import batch as batching
 from trainer import checkpoint as checkpoints
 from trainer import gap, hf_export
-from trainer.checkpoint import CheckpointStore, Progress
+from trainer.checkpoint import Checkpoint, CheckpointStore, Progress
 from trainer.config import TrainerConfig
 from trainer.device import Device
 from trainer.errors import (
     BadRequestError,
+    CorruptCheckpointError,
     PublishFailedError,
     StageConflictError,
     StoppedError,
@@ -80,18 +81,22 @@ class StageRunner:
     """The trainer without its network side."""
 
     def __init__(self, config: TrainerConfig, device: Device, link: ManagerLink | None) -> None:
-        """Loads the newest sound checkpoint, else the weights of model_dir.
+        """Loads the newest sound checkpoint, else what is replayed, else the weights of model_dir.
 
         Raises:
-          BadRequestError: model_dir cannot be used.
+          BadRequestError: model_dir or replay_of cannot be used.
         """
         self.config = config
         self._link = link
         policy = Policy(config.model_dir, config.grid, device, config.seed)
         self.learner = Learner(policy, config.logprob_chunk)
         self.metrics = MetricsLog(config.run_dir / "metrics")
-        self._store = CheckpointStore(config.run_dir / "checkpoints", config.checkpoints_kept)
+        self._store = CheckpointStore(
+            config.run_dir / "checkpoints", config.checkpoints_kept, config.keep_stage_ends
+        )
         self._loaded = self._store.latest()
+        if self._loaded is None and config.replay_of is not None:
+            self._loaded = _start_of_rl(config.replay_of)
         self._progress = Progress()
         if self._loaded is None:
             policy.load_hf()
@@ -205,6 +210,10 @@ class StageRunner:
         """The version that was published last."""
         return self._progress.weight_version
 
+    def take_version(self, weight_version: int) -> None:
+        """Goes on as the version of a recorded step, in a replay."""
+        self._advance(weight_version=weight_version)
+
     def publish_to_stage(self) -> int:
         """Publishes once, for a stage that goes on whatever happens. Returns the version, or 0.
 
@@ -286,7 +295,7 @@ class StageRunner:
             self._status = dataclasses.replace(self._status, latest_checkpoint=str(path))
             stage = self._status.stage
         if stage is not None and stage.kind == "rl" and self._link is not None:
-            oldest = min(p.rl_step for p in self._store.progress_of_kept())
+            oldest = min(p.rl_step for p in self._store.progress_of_newest())
             self._link.report_checkpoint(
                 rollout_pb2.ReportCheckpointRequest(
                     step=self._progress.rl_step, oldest_kept_step=oldest
@@ -387,3 +396,17 @@ class StageRunner:
     def _check_stop(self) -> None:
         if self._stopping:
             raise StoppedError("the trainer was told to stop")
+
+
+def _start_of_rl(run_dir: Path) -> Checkpoint:
+    """What the RL stage of a run began with. Raises BadRequestError when it is not there."""
+    try:
+        found = checkpoints.newest_before_rl(run_dir / "checkpoints")
+    except CorruptCheckpointError as error:
+        raise BadRequestError(f"a replay cannot start: {error}") from error
+    if found is None:
+        raise BadRequestError(
+            f"{run_dir}/checkpoints has none from before the RL stage, from which a replay starts: "
+            "it was made with trainer.keep_stage_ends = false, or the folder was cleaned"
+        )
+    return found

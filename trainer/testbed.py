@@ -215,8 +215,8 @@ class ManagerThread:
             return server, address, grpc.aio.insecure_channel(address)
 
         self._server, self.address, self._channel = self.call(start())
-        client = RolloutClient(self._channel)
-        self.link = ManagerLink(self.loop, client, self.publisher, retry_s, (LostError,))
+        self.client = RolloutClient(self._channel)
+        self.link = ManagerLink(self.loop, self.client, self.publisher, retry_s, (LostError,))
 
     def call(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
