@@ -1,7 +1,7 @@
 """Brings what the services counted and recorded into `metrics/`, for the report.
 
-Owner of `metrics/counters.json` and `metrics/overlap.json`; `attempt_rows` owns
-`metrics/attempts.jsonl`.
+Owner of `counters.json`, `restarts.json` and `overlap.json` there; `attempt_rows` owns
+`attempts.jsonl`.
 """
 
 from __future__ import annotations
@@ -74,6 +74,25 @@ async def counters(rollout: RolloutClient, deployment: Deployment, metrics: Path
     write_json(
         metrics / "counters.json",
         await compare_counters(rollout, deployment, load_evaluations(metrics)),
+    )
+
+
+async def restarts(rollout: RolloutClient, deployment: Deployment, metrics: Path) -> None:
+    """Writes what makes the counts of counters.json differ: {processes: {name: times started again},
+    num_attempts_tried_again}. A process counts from its own start, and the harness only tells the
+    calls of the try that ended an attempt.
+    """
+    again = dict(deployment.supervisor.restarts())
+    again |= {e.name: e.num_restarts for e in (await rollout.get_status()).engines}
+    summaries = list(await rollout.list_attempts())
+    for name in load_evaluations(metrics):
+        summaries += await rollout.list_attempts(evaluation=name)
+    write_json(
+        metrics / "restarts.json",
+        {
+            "processes": {name: times for name, times in again.items() if times},
+            "num_attempts_tried_again": sum(s.num_tries > 1 for s in summaries),
+        },
     )
 
 

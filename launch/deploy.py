@@ -40,6 +40,8 @@ _SCRATCH_PARENT = Path("/dev/shm")
 _SCRATCH_PREFIX = "swe_rl-launch-"
 _CALL_TIMEOUT_S = 20.0
 _SWEEP_TIMEOUT_S = 60.0
+_SWEPT = {"broker": "sandbox.server", "manager": "rollout.server", "trainer": "trainer.server"}
+"""Servers that leave something on the machine when they are killed, and can remove it."""
 
 
 class Deployment:
@@ -221,8 +223,9 @@ class Deployment:
                 yield rollout, TrainerClient(channels["trainer"])
         finally:
             await self.supervisor.close()
-            if self.supervisor.exit_codes.get("broker", 0) != 0:
-                self._sweep_sandboxes()
+            for name, module in _SWEPT.items():
+                if self.supervisor.exit_codes.get(name, 0) != 0:
+                    self._sweep(name, module)
             self._clear_scratch()
 
     async def sandbox_status(self) -> sandbox_pb2.GetStatusReply:
@@ -232,11 +235,11 @@ class Deployment:
         )
         return reply
 
-    def _sweep_sandboxes(self) -> None:
-        """Removes what a broker that was killed could not: no later one may come to do it."""
-        config = str(self._run.processes / "broker.json")
-        argv = [PYTHON["main"], "-P", "-m", "sandbox.server", "--config", config, "--sweep"]
-        with (self._run.logs / "broker.log").open("ab") as log:
+    def _sweep(self, name: str, module: str) -> None:
+        """Removes what a process that was killed could not: no later one may come to do it."""
+        config = str(self._run.processes / f"{name}.json")
+        argv = [PYTHON["main"], "-P", "-m", module, "--config", config, "--sweep"]
+        with (self._run.logs / f"{name}.log").open("ab") as log:
             subprocess.run(argv, stdout=log, stderr=log, timeout=_SWEEP_TIMEOUT_S, check=False)
 
     def _clear_scratch(self) -> None:

@@ -146,7 +146,12 @@ class Job:
         if name in (await self._patiently(trainer.get_status)).finished_stages:
             return
         async with self._step(name):
-            await self._patiently(lambda: trainer.run_stage(kind, name, num_steps, str(data)))
+            began_before = (self._run.metrics / f"{name}.jsonl").exists()
+            completed = await self._patiently(
+                lambda: trainer.run_stage(kind, name, num_steps, str(data))
+            )
+            if began_before:
+                self._note_resume(name, completed, num_steps)
             await self._stage_end(trainer, kind, name, num_steps, data)
 
     async def _stage_end(
@@ -165,8 +170,19 @@ class Job:
                 raise JobFailed(f"stage {name} failed at step {status.step}: {status.error}")
             if status.state == trainer_pb2.STAGE_STATE_IDLE:
                 # The trainer was restarted: it goes on from its newest checkpoint.
-                await self._patiently(lambda: trainer.run_stage(kind, name, num_steps, str(data)))
+                completed = await self._patiently(
+                    lambda: trainer.run_stage(kind, name, num_steps, str(data))
+                )
+                self._note_resume(name, completed, num_steps)
             await asyncio.sleep(_POLL_S)
+
+    def _note_resume(self, stage: str, completed: int, num_steps: int) -> None:
+        """Says where a stage that had begun goes on, and marks the RL step in the report."""
+        where = f"from the checkpoint of step {completed}" if completed else "without a checkpoint"
+        self._notify(f"{stage} goes on at step {completed + 1} of {num_steps}, {where}")
+        if stage == "rl":
+            self._state.setdefault("resumed_at_steps", []).append(completed)
+            self._run.save_state(self._state)
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
         """Makes a call that may be repeated, again and again while its process is being restarted.
@@ -299,6 +315,7 @@ class Job:
         await self._patiently(lambda: trainer.export(str(self._run.export)))
         await self._patiently(lambda: collect.attempts(rollout, metrics))
         await self._patiently(lambda: collect.counters(rollout, self._deployment, metrics))
+        await self._patiently(lambda: collect.restarts(rollout, self._deployment, metrics))
         if self._turns_are_kept:
             await self._patiently(lambda: collect.overlap(rollout, metrics, staleness))
 

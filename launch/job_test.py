@@ -41,18 +41,20 @@ class FakeTrainer:
 
     async def run_stage(self, *_: Any) -> int:
         self.num_stages += 1
-        return 0
+        return 2 if self.num_stages > 1 else 0
 
 
-def train(tmp_path, monkeypatch, trainer: FakeTrainer, **run: Any) -> None:
+def train(tmp_path, monkeypatch, trainer: FakeTrainer, **run: Any) -> str:
     monkeypatch.setattr(job_module, "_POLL_S", 0.001)
     directory = RunDirectory(tmp_path)
     directory.create()
     recipe = Recipe.model_validate({"run": run})
     deployment: Any = SimpleNamespace()
-    job = Job(recipe, directory, deployment, Console(file=io.StringIO()))
+    told = io.StringIO()
+    job = Job(recipe, directory, deployment, Console(file=told))
     client: Any = trainer
     asyncio.run(job._train(client, trainer_pb2.STAGE_KIND_RL, "rl", 3))
+    return told.getvalue()
 
 
 def status(state: trainer_pb2.StageState, *finished: str) -> trainer_pb2.GetStatusReply:
@@ -66,9 +68,20 @@ def test_a_trainer_that_is_restarted_gets_its_stage_again(tmp_path, monkeypatch)
     trainer = FakeTrainer(
         away, status(idle), status(running), away, slow, away, status(idle), status(idle, "rl")
     )
-    train(tmp_path, monkeypatch, trainer)
+    told = train(tmp_path, monkeypatch, trainer)
     assert trainer.num_stages == 2
     assert trainer.answers == []
+    assert "rl goes on at step 3 of 3, from the checkpoint of step 2" in told
+    assert RunDirectory(tmp_path).load_state()["resumed_at_steps"] == [2]
+
+
+def test_a_stage_that_had_begun_says_where_it_goes_on(tmp_path, monkeypatch):
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics" / "rl.jsonl").write_text("{}")
+    idle = status(trainer_pb2.STAGE_STATE_IDLE)
+    trainer = FakeTrainer(idle, status(trainer_pb2.STAGE_STATE_IDLE, "rl"))
+    told = train(tmp_path, monkeypatch, trainer)
+    assert "rl goes on at step 1 of 3, without a checkpoint" in told
 
 
 def test_patience_has_an_end(tmp_path, monkeypatch):

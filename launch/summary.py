@@ -76,5 +76,5 @@ def print_summary(run: RunDirectory, console: Console) -> None:
         console.print(line, highlight=False, soft_wrap=True)
     for counter in data.counters:
         sides = ", ".join(f"{side} {count}" for side, count in counter.sides.items())
-        verdict = "agree" if counter.agree else "[red]differ[/red]"
+        verdict = counter.verdict if counter.agree else f"[red]{counter.verdict}[/red]"
         console.print(f"{counter.what}: {sides}: {verdict}", highlight=False, soft_wrap=True)

@@ -155,7 +155,7 @@ def resume(
     _, recipe = load_recipe(str(run_directory.config))
     deployment = Deployment(recipe, run_directory)
     run_directory.create()
-    _job(recipe, run_directory, deployment, resumed=True)
+    _job(recipe, run_directory, deployment)
 
 
 @app.command(context_settings=_EXTRA)
@@ -259,13 +259,11 @@ def tasks_validate(
     )
 
 
-def _job(recipe: Any, run_directory: Any, deployment: Any, resumed: bool = False) -> None:
+def _job(recipe: Any, run_directory: Any, deployment: Any) -> None:
     from launch.job import Job
 
     run_directory.lock()
     try:
-        if resumed:
-            _note_resume(run_directory)
         console.print(f"run: {run_directory.root}", highlight=False, soft_wrap=True)
         try:
             _execute(Job(recipe, run_directory, deployment, console).run())
@@ -325,20 +323,6 @@ def _find_run(name: str, holding: str = "config.toml") -> Any:
             f"no run below {_workdir() / 'runs'} with {holding}: `swe_rl run` makes one"
         )
     return RunDirectory(runs[-1].absolute())
-
-
-def _note_resume(run_directory: Any) -> None:
-    """Marks in the report the RL step after which the run was resumed."""
-    import json
-
-    steps = 0
-    metrics = run_directory.metrics / "rl.jsonl"
-    if metrics.exists():
-        lines = [line for line in metrics.read_text().splitlines() if line.endswith("}")]
-        steps = int(json.loads(lines[-1])["step"]) if lines else 0
-    state = run_directory.load_state()
-    state.setdefault("resumed_at_steps", []).append(steps)
-    run_directory.save_state(state)
 
 
 def _toml(recipe: Any) -> str:

@@ -80,9 +80,17 @@ def main(argv: list[str] | None = None) -> int:
     """Parses arguments and serves; returns the exit status."""
     parser = argparse.ArgumentParser(prog="rollout.server", description="The RolloutManager.")
     parser.add_argument("--config", type=Path, required=True, help="JSON of RolloutConfig")
+    parser.add_argument(
+        "--sweep", action="store_true", help="remove what killed managers left behind, and exit"
+    )
     add_serving_arguments(parser)
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    if args.sweep:
+        from rollout.engines.engine_process import sweep_folders
+
+        sweep_folders()
+        return 0
     try:
         config = RolloutConfig.model_validate_json(args.config.read_text())
         serving = serving_config(args).model_copy(

@@ -131,8 +131,16 @@ def main(argv: list[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(description="Serve the trainer.")
     parser.add_argument("--config", type=Path, required=True, help="JSON of TrainerConfig")
+    parser.add_argument(
+        "--sweep", action="store_true", help="remove what killed trainers left behind, and exit"
+    )
     serving_module.add_serving_arguments(parser)
     args = parser.parse_args(argv)
+    if args.sweep:
+        from weightsync.publisher import sweep_segments
+
+        sweep_segments()
+        return 0
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,

@@ -45,6 +45,11 @@ SEGMENT_PREFIX = "swe_rl_ws_"
 LOADER = "weightsync.sglang_loader.load"
 
 
+def sweep_segments() -> int:
+    """Removes the shared memory of senders that were killed; returns how many segments."""
+    return int(_core.sweep(SEGMENT_PREFIX))
+
+
 class WindowClient(Protocol):
     """The two calls of rollout.client.RolloutClient that a publication needs."""
 
@@ -92,7 +97,7 @@ class WeightPublisher:
         """Removes the segments of publishers that were killed."""
         self._config = config
         self._client = rollout_client
-        if num_removed := _core.sweep(SEGMENT_PREFIX):
+        if num_removed := sweep_segments():
             logger.info("removed %d segments whose sender was killed", num_removed)
 
     async def publish(

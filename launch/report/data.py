@@ -39,11 +39,20 @@ class CounterRow:
 
     what: str
     sides: Mapping[str, int]
+    known_reason: str = ""
+    """What happened in the run that makes counts differ; empty: nothing known."""
 
     @property
     def agree(self) -> bool:
         """True when every side counted the same."""
         return len(set(self.sides.values())) <= 1
+
+    @property
+    def verdict(self) -> str:
+        """`agree`, or `differ` with the reason if one is known."""
+        if self.agree:
+            return "agree"
+        return f"differ: {self.known_reason}" if self.known_reason else "differ"
 
 
 @dataclass
@@ -89,13 +98,25 @@ def load_run(root: Path) -> RunData:
             data.steps[path.stem] = _last_per_step(_json_lines(path))
     data.attempts = list(_json_lines(metrics / "attempts.jsonl"))
     data.status = list(_json_lines(metrics / "status.jsonl"))
+    reason = why_counts_differ(_json(metrics / "restarts.json"))
     data.counters = [
-        CounterRow(what, sides) for what, sides in _json(metrics / "counters.json").items()
+        CounterRow(what, sides, reason) for what, sides in _json(metrics / "counters.json").items()
     ]
     data.probe = _json(metrics / "probe.json")
     data.stages = list(state.get("stages", []))
     data.resumed_at_steps = list(state.get("resumed_at_steps", []))
     return data
+
+
+def why_counts_differ(restarts: Mapping[str, Any]) -> str:
+    """What metrics/restarts.json says in words; empty when it names nothing."""
+    words = [
+        f"{name} was started again {times}x and counts from its last start"
+        for name, times in restarts.get("processes", {}).items()
+    ]
+    if again := restarts.get("num_attempts_tried_again"):
+        words.append(f"{again} attempts were tried again, and the harness tells their last try")
+    return "; ".join(words)
 
 
 def evaluation_rows(evaluations: Mapping[str, Row]) -> list[EvaluationRow]:

@@ -65,7 +65,7 @@ max {{ "%.2e" | format(data.probe.max_abs_nats) }}.</p>
 {% for row in data.counters %}
 <tr><td>{{ row.what }}</td>
 <td>{% for side, count in row.sides.items() %}{{ side }} {{ count }}{{ ", " if not loop.last }}{% endfor %}</td>
-<td>{% if row.agree %}<span class="good">agree</span>{% else %}<span class="bad">differ</span>{% endif %}</td></tr>
+<td><span class="{{ "good" if row.agree else "bad" }}">{{ row.verdict }}</span></td></tr>
 {% endfor %}
 </table>
 {% endif %}

@@ -77,8 +77,15 @@ def test_data_keeps_the_surviving_lineage_and_pairs_stages(run):
 
 def test_counters_that_differ_are_said_to(run):
     calls, execs = load_run(run).counters
-    assert calls.agree
-    assert not execs.agree
+    assert (calls.verdict, execs.verdict) == ("agree", "differ")
+    told = {"processes": {"broker": 2}, "num_attempts_tried_again": 3}
+    (run / "metrics" / "restarts.json").write_text(json.dumps(told))
+    calls, execs = load_run(run).counters
+    assert calls.verdict == "agree"
+    assert execs.verdict == (
+        "differ: broker was started again 2x and counts from its last start; 3 attempts were tried "
+        "again, and the harness tells their last try"
+    )
 
 
 class _Tags(HTMLParser):

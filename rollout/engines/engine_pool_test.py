@@ -125,14 +125,18 @@ def test_folders_of_killed_owners_are_swept():
     script = """
         import os, signal
         from rollout.engines.engine_process import TemporaryFolder
-        print(TemporaryFolder().path, flush=True)
+        folder = TemporaryFolder()
+        open(f"/dev/shm/sem.mp-{os.getpid()}", "w").close()  # as multiprocessing makes them
+        print(folder.path, f"/dev/shm/sem.mp-{os.getpid()}", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     command = [sys.executable, "-P", "-c", textwrap.dedent(script)]
-    left = Path(subprocess.run(command, capture_output=True, text=True).stdout.strip())
+    told = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    left, semaphore = map(Path, told)
     assert left.is_dir()
     assert sweep_folders() >= 1
     assert not left.exists()
+    assert not semaphore.exists()
     assert mine.path.is_dir()
     mine.close()
     assert not mine.path.exists()

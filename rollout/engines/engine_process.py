@@ -100,12 +100,16 @@ class TemporaryFolder:
 
 
 def sweep_folders() -> int:
-    """Removes the folders of owners that were killed; returns how many."""
+    """Removes the folders of owners that were killed, with what their engines left in /dev/shm;
+    returns how many.
+    """
     num_removed = 0
     for path in _FOLDER_ROOT.glob(f"{_FOLDER_PREFIX}*"):
         try:
             with (path / "lock").open("r+") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for semaphore in orphaned_semaphores(os.fstat(lock.fileno()).st_mtime):
+                    semaphore.unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)
                 num_removed += 1
         except (FileNotFoundError, BlockingIOError, PermissionError):
