@@ -59,9 +59,10 @@ async def prepare(recipe: Recipe, run: RunDirectory) -> None:
         return
     tasks = recipe.tasks
     counts = ("--train", tasks.num_train, "--dev", tasks.num_dev, "--test", tasks.num_test)
+    asked = (*counts, "--second-look", tasks.second_look_share, "--seed", seed)
     await asyncio.gather(
         layers(run, "toy"),
-        run_program("rollout.tasks.toy", "--out", run.tasks, *counts, "--seed", seed, log=log),
+        run_program("rollout.tasks.toy", "--out", run.tasks, *asked, log=log),
         _model(recipe, run),
     )
     index = run.tasks / "index.json"

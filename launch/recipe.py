@@ -61,9 +61,12 @@ class TaskSettings(_Section):
     num_train: int = Field(default=400, gt=0)
     """Tasks that RL draws from."""
     num_dev: int = Field(default=40, gt=0)
-    """Tasks for choosing settings."""
+    """Tasks of the evaluations during RL, which choose the checkpoint."""
     num_test: int = Field(default=100, gt=0)
     """Held-out tasks of the table."""
+    second_look_share: float = Field(default=0.4, ge=0, le=1)
+    """Share of the tasks whose failing test does not tell what is right: the agent has to look at
+    the file before it can fix it."""
 
 
 class SupervisedStage(_Section):

@@ -4,7 +4,8 @@ Owner: rollout/tasks.   python -m rollout.tasks.toy --out DIR --train N --dev N 
 
 The workdir holds a file of three one-line functions, one with a wrong operator, and `t.py`,
 which prints `FAIL <function>`. The taught way takes three turns: `python t.py`, one sed
-command, `submit`.
+command, `submit`. A share of the tasks needs a second look first: their functions' names do not
+tell the operator, only a comment in the file does.
 
 Grading: tests/check.py prints what each function returns for every pair of arguments. Only
 the worker knows the right values (grading.json), so nothing inside the sandbox can pass by
@@ -33,7 +34,7 @@ from rollout.tasks.harbor_task import (
     write_folder,
     write_index,
 )
-from rollout.tasks.toy_names import ARGUMENTS, POOLS, ToyNames, ToyTask, operator_of
+from rollout.tasks.toy_names import ARGUMENTS, POOLS, SECOND_LOOK_SHARE, ToyNames, ToyTask
 
 _TEST_SH = "#!/bin/sh\nexec python3 -S -B -E /tests/check.py\n"
 _SEED_STRIDE = 1_000_003
@@ -45,7 +46,7 @@ def test_source(task: ToyTask) -> str:
     lines = [f"import {module}", f"P = {list(ARGUMENTS)!r}"]
     for name in task.functions:
         lines.append(
-            f"if [{module}.{name}(a, b) for a, b in P] != [a {operator_of(name)} b for a, b in P]:"
+            f"if [{module}.{name}(a, b) for a, b in P] != [a {task.operator_of(name)} b for a, b in P]:"
             f' print("FAIL {name}")'
         )
     return "\n".join(lines) + "\n"
@@ -67,8 +68,8 @@ def check_source(task: ToyTask) -> str:
 def expected_output(task: ToyTask) -> str:
     """What check.py prints when every function is right."""
     lines = []
-    for name in task.functions:
-        function = getattr(operator, name.split("_", 1)[0])  # operators' words are its names
+    for name, word in zip(task.functions, task.words, strict=True):
+        function = getattr(operator, word)  # operators' words are the module's names
         lines.append(" ".join([name, *(str(function(a, b)) for a, b in ARGUMENTS)]))
     return "\n".join(lines) + "\n"
 
@@ -92,6 +93,7 @@ def task_folder(task_id: str, task: ToyTask, names_seed: int) -> TaskFolder:
             "names_seed": names_seed,
             "file": task.file,
             "functions": list(task.functions),
+            "words": list(task.words),
             "bug": task.bug,
             "wrong": task.wrong,
         },
@@ -101,27 +103,37 @@ def task_folder(task_id: str, task: ToyTask, names_seed: int) -> TaskFolder:
     )
 
 
-def generate(seed: int, sizes: dict[str, int]) -> dict[str, list[ToyTask]]:
-    """Draws `sizes[pool]` different tasks for each pool. Raises TaskError if there are too few."""
+def generate(
+    seed: int, sizes: dict[str, int], second_look_share: float = SECOND_LOOK_SHARE
+) -> dict[str, list[ToyTask]]:
+    """Draws `sizes[pool]` different tasks for each pool.
+
+    Of each pool, `second_look_share` (rounded) need a second look. Raises TaskError if there are
+    too few different tasks.
+    """
     names = ToyNames(seed)
     pools: dict[str, list[ToyTask]] = {}
     for number, pool in enumerate(POOLS):
         rng = random.Random(seed * _SEED_STRIDE + number)
+        second_look = [i < round(second_look_share * sizes[pool]) for i in range(sizes[pool])]
+        rng.shuffle(second_look)
         drawn: dict[ToyTask, None] = {}
         for _ in range(20 * sizes[pool] + 20):
             if len(drawn) == sizes[pool]:
                 break
-            drawn.setdefault(names.sample(rng, pool))
+            drawn.setdefault(names.sample(rng, pool, second_look[len(drawn)]))
         if len(drawn) < sizes[pool]:
             raise TaskError(f"pool {pool} holds fewer than {sizes[pool]} different tasks; ask less")
         pools[pool] = list(drawn)
     return pools
 
 
-def write_tasks(out: Path, seed: int, sizes: dict[str, int]) -> Path:
+def write_tasks(
+    out: Path, seed: int, sizes: dict[str, int], second_look_share: float = SECOND_LOOK_SHARE
+) -> Path:
     """Writes folders and index.json below `out`; returns the index's path."""
     entries = []
-    for pool, tasks in generate(seed, sizes).items():
+    for pool, tasks in generate(seed, sizes, second_look_share).items():
         for number, task in enumerate(tasks):
             task_id = f"toy-{seed}-{pool}-{number:04d}"
             folder = write_folder(out / pool, task_folder(task_id, task, seed))
@@ -142,8 +154,9 @@ def read_tasks(index: Path) -> tuple[int, list[ToyTask]]:
         if data.get("family") != "toy":
             raise TaskError(f"task {entry.task_id} of {index} is not a toy task")
         seeds.add(int(data["names_seed"]))
-        functions = tuple(data["functions"])
-        tasks.append(ToyTask(data["pool"], data["file"], functions, data["bug"], data["wrong"]))
+        functions, words = tuple(data["functions"]), tuple(data["words"])
+        task = ToyTask(data["pool"], data["file"], functions, words, data["bug"], data["wrong"])
+        tasks.append(task)
     if len(seeds) != 1:
         raise TaskError(f"{index} mixes toy tasks of seeds {sorted(seeds)}; wanted one seed")
     return seeds.pop(), tasks
@@ -158,11 +171,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dev", type=int, default=64, help="tasks that choose a checkpoint")
     parser.add_argument("--test", type=int, default=64, help="held-out tasks")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--second-look", type=float, default=SECOND_LOOK_SHARE, help="share that needs a second look"
+    )
     args = parser.parse_args(argv)
+    if not 0 <= args.second_look <= 1:
+        parser.error(f"--second-look is {args.second_look}; wanted a share from 0 to 1")
+    sizes = {"train": args.train, "dev": args.dev, "test": args.test}
     try:
-        index = write_tasks(
-            args.out, args.seed, {"train": args.train, "dev": args.dev, "test": args.test}
-        )
+        index = write_tasks(args.out, args.seed, sizes, args.second_look)
     except (TaskError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

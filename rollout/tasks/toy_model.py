@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rollout.tasks.toy_names import OPERATORS, ToyNames
+from rollout.tasks.toy_names import OPERATORS, SECOND_LOOK_SHARE, ToyNames
 from rollout.traces.toy_rows import noisy_trace
 
 # In id order: the tokenizer's first ids.
@@ -36,7 +36,7 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|><|assistant|>' -}}{%- endif -%}"
 )
-VOCABULARY_SIZE = 480
+VOCABULARY_SIZE = 512
 MAX_POSITIONS = 2048
 _CORPUS_ROWS = 3000
 # A word keeps the blank or underscore before it; digits stand alone, so do runs of signs.
@@ -91,7 +91,7 @@ def tokenizer_config() -> dict[str, Any]:
 
 
 def model_config(vocab_size: int) -> dict[str, Any]:
-    """config.json of the tiny Qwen3-MoE (1.83 M parameters at 480 ids, embeddings tied).
+    """config.json of the tiny Qwen3-MoE (1.83 M parameters at 467 ids, embeddings tied).
 
     The rope base stands both at the top level, where transformers 4 looks, and in
     `rope_parameters`, where transformers 5 does.
@@ -151,13 +151,13 @@ def _corpus(seed: int) -> Iterator[str]:
     names = ToyNames(seed)
     rng = random.Random(seed + 1)
     for _ in range(_CORPUS_ROWS):
-        task = names.sample(rng, "all")
+        task = names.sample(rng, "all", rng.random() < SECOND_LOOK_SHARE)
         # Names and operators drawn anew half the time, so that no pair of them merges.
         messages = noisy_trace(task, rng, names, right_operator=0.0, right_name=0.5)
         yield "\n".join(message["content"] for message in messages)
     # Every operator behind its blank, in equal shares.
-    for symbol in OPERATORS.values():
-        yield f"a {symbol} b"
+    for word, symbol in OPERATORS.items():
+        yield f"a {symbol} b # {word}"
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

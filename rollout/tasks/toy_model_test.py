@@ -9,7 +9,7 @@ import pytest
 
 from rollout.gateway.chat_template import ChatTemplate
 from rollout.tasks.toy_model import SPECIAL_TOKENS, model_config, write_model_dir
-from rollout.tasks.toy_names import OPERATORS, ToyNames, fix_command
+from rollout.tasks.toy_names import OPERATORS, ToyNames, fix_command, look_command
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,11 @@ def test_names_and_operators_are_one_token_a_word(model_dir: Path) -> None:
     for stem in names.files["all"]:
         # As in "Tests of red_box.py fail": blank, word, underscore, word, dot, py.
         assert len(template.encode_text(f" {stem}.py")) == 4, stem
-    for symbol in OPERATORS.values():
+    look = look_command("fn_red_box", "old_cat.py")
+    assert template.decode(template.encode_text(look)) == look
+    assert len(template.encode_text(look)) == 10, look
+    for word, symbol in OPERATORS.items():
+        assert len(template.encode_text(f" # {word}")) == 2, word
         text = fix_command("add_red_box", symbol, "old_cat.py")
         assert len(template.encode_text(text)) == 22, text
         assert template.decode(template.encode_text(text)) == text
@@ -67,10 +71,10 @@ def test_transformers_reads_the_configuration(model_dir: Path) -> None:
 
 
 def test_parameter_count() -> None:
-    c = model_config(453)
+    c = model_config(467)
     hidden, head = c["hidden_size"], c["head_dim"]
     attention = hidden * head * (2 * c["num_attention_heads"] + 2 * c["num_key_value_heads"])
     experts = c["num_experts"] * (3 * hidden * c["moe_intermediate_size"] + hidden)
     layer = attention + experts + 2 * hidden + 2 * head
     total = c["vocab_size"] * hidden + c["num_hidden_layers"] * layer + hidden
-    assert total == 1_832_960
+    assert total == 1_834_752

@@ -1,8 +1,10 @@
 """Names of the toy tasks: two-word stems, split into pools that share nothing.
 
 Owner: rollout/tasks. A file is called `STEM.py`; a function `OP_STEM`, where OP names the
-operator it ought to use. Each word becomes one token of the toy tokenizer, so copying a name
-costs the policy four choices and picking the operator one.
+operator it ought to use. In a task that needs a second look functions are called `fn_STEM`, and
+only a comment on their line names the operator: the failing test does not tell what is right,
+the file does. Each word becomes one token of the toy tokenizer, so copying a name costs the
+policy four choices and picking the operator one.
 
 Invariants: for one `seed`, file stems and function stems are fixed; the pools train, dev and
 test are disjoint in both, hence no file name and no (function, bug) pair is shared. "all" is
@@ -32,9 +34,10 @@ _SECOND_WORDS = (
 _NUM_STEMS = 400
 
 
-def operator_of(function: str) -> str:
-    """The operator that `function` ought to use: `add_red_box` -> `+`."""
-    return OPERATORS[function.split("_", 1)[0]]
+# Share of tasks that need a second look, where nothing else is asked for.
+SECOND_LOOK_SHARE = 0.4
+# Begins the names of functions whose operator stands in the comment alone.
+UNTOLD = "fn"
 
 
 @dataclass(frozen=True)
@@ -46,19 +49,33 @@ class ToyTask:
     file: str
     """File name, `red_box.py`."""
     functions: tuple[str, ...]
-    """Three names with three different operators, in file order."""
+    """Three names, in file order."""
+    words: tuple[str, ...]
+    """The three different operators, by their words, that the functions ought to use."""
     bug: str
     """The function that is wrong; one of `functions`."""
     wrong: str
     """The operator that stands there."""
 
+    @property
+    def second_look(self) -> bool:
+        """True when the bug's operator is told by the file alone, not by the function's name."""
+        return self.bug.startswith(f"{UNTOLD}_")
+
+    def operator_of(self, function: str) -> str:
+        """The operator that `function` ought to use."""
+        return OPERATORS[self.words[self.functions.index(function)]]
+
+    def line(self, function: str, fixed: bool = False) -> str:
+        """The line of the file that defines `function`."""
+        operator = self.wrong if function == self.bug and not fixed else self.operator_of(function)
+        word = self.words[self.functions.index(function)]
+        comment = f" # {word}" if function.startswith(f"{UNTOLD}_") else ""
+        return f"def {function}(a, b): return a {operator} b{comment}"
+
     def source(self, fixed: bool = False) -> str:
         """Text of the file; with `fixed` every operator is right."""
-        lines = []
-        for name in self.functions:
-            operator = self.wrong if name == self.bug and not fixed else operator_of(name)
-            lines.append(f"def {name}(a, b): return a {operator} b\n")
-        return "".join(lines)
+        return "".join(f"{self.line(name, fixed)}\n" for name in self.functions)
 
     @property
     def instruction(self) -> str:
@@ -68,12 +85,22 @@ class ToyTask:
     @property
     def fix(self) -> str:
         """The taught command that repairs the file."""
-        return fix_command(self.bug, operator_of(self.bug), self.file)
+        return fix_command(self.bug, self.operator_of(self.bug), self.file)
+
+    @property
+    def look(self) -> str:
+        """The taught command that shows the bug's line."""
+        return look_command(self.bug, self.file)
 
 
 def fix_command(function: str, operator: str, file: str) -> str:
     """The sed command that puts `operator` into `function` of `file`."""
     return f"sed -i '/{function}(/s/a .* b/a {operator} b/' {file}"
+
+
+def look_command(function: str, file: str) -> str:
+    """The command that shows the line of `file` that defines `function`."""
+    return f"grep '{function}(' {file}"
 
 
 class ToyNames:
@@ -84,14 +111,16 @@ class ToyNames:
         self.files = _split(100 + seed)
         self.stems = _split(200 + seed)
 
-    def sample(self, rng: random.Random, pool: str) -> ToyTask:
+    def sample(self, rng: random.Random, pool: str, second_look: bool = False) -> ToyTask:
         """Draws a task with names of `pool` (a pool, or "all")."""
         words = rng.sample(list(OPERATORS), 3)
         stems = rng.sample(self.stems[pool], 3)
-        functions = tuple(f"{word}_{stem}" for word, stem in zip(words, stems, strict=True))
-        bug = rng.choice(functions)
-        wrong = rng.choice([o for o in OPERATORS.values() if o != operator_of(bug)])
-        return ToyTask(pool, self.file(rng, pool), functions, bug, wrong)
+        heads = [UNTOLD] * 3 if second_look else words
+        functions = tuple(f"{head}_{stem}" for head, stem in zip(heads, stems, strict=True))
+        at = rng.randrange(3)
+        wrong = rng.choice([o for o in OPERATORS.values() if o != OPERATORS[words[at]]])
+        file = self.file(rng, pool)
+        return ToyTask(pool, file, functions, tuple(words), functions[at], wrong)
 
     def file(self, rng: random.Random, pool: str) -> str:
         """Draws a file name."""
@@ -99,7 +128,8 @@ class ToyNames:
 
     def function(self, rng: random.Random, pool: str) -> str:
         """Draws a function name."""
-        return f"{rng.choice(list(OPERATORS))}_{rng.choice(self.stems[pool])}"
+        head = rng.choice([*OPERATORS, UNTOLD])
+        return f"{head}_{rng.choice(self.stems[pool])}"
 
 
 def _split(seed: int) -> dict[str, list[str]]:

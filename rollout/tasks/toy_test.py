@@ -18,7 +18,7 @@ from rollout.tasks.toy import (
     read_tasks,
     write_tasks,
 )
-from rollout.tasks.toy_names import ARGUMENTS, OPERATORS, POOLS, ToyNames, operator_of
+from rollout.tasks.toy_names import ARGUMENTS, OPERATORS, POOLS, ToyNames
 
 SIZES = {"train": 60, "dev": 12, "test": 12}
 
@@ -61,10 +61,30 @@ def test_taught_fix_has_no_sed_special() -> None:
     for tasks in generate(0, SIZES).values():
         for task in tasks:
             substitution = task.fix.split("s/a .* b/", 1)[1].split("/'", 1)[0]
-            assert substitution == f"a {operator_of(task.bug)} b"
+            assert substitution == f"a {task.operator_of(task.bug)} b"
             assert "/" not in substitution and "&" not in substitution
             # The pattern names the bug alone, so that the command cannot touch another line.
             assert sum(f"{task.bug}(" in line for line in task.source().splitlines()) == 1
+
+
+def test_a_share_of_the_tasks_needs_a_second_look(tmp_path: Path) -> None:
+    pools = generate(2, {"train": 50, "dev": 10, "test": 20}, second_look_share=0.3)
+    assert [sum(t.second_look for t in pools[p]) for p in POOLS] == [15, 3, 6]
+    assert not any(t.second_look for ts in generate(2, SIZES, 0.0).values() for t in ts)
+    for task in pools["train"]:
+        told = task.words[task.functions.index(task.bug)]
+        if task.second_look:
+            assert not any(word in task.bug for word in OPERATORS)
+            assert task.line(task.bug).endswith(f" a {task.wrong} b # {told}")
+            # All of it is seen: the agent's observations are cut at 60 characters.
+            assert len(task.line(task.bug)) <= 60
+        else:
+            assert task.bug.startswith(f"{told}_") and "#" not in task.source()
+        (tmp_path / task.file).write_text(task.source())
+        looked = subprocess.run(
+            ["sh", "-c", task.look], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        assert looked.stdout == task.line(task.bug) + "\n"
 
 
 def test_gold_passes_and_unfixed_fails(tmp_path: Path) -> None:
@@ -114,7 +134,7 @@ def test_answers_stay_out_of_what_a_sandbox_gets(tmp_path: Path) -> None:
     _, tasks = read_tasks(index)
     for entry, task in zip(read_index(index), tasks, strict=True):
         check = (entry.path / "tests/check.py").read_text()
-        assert f"a {operator_of(task.bug)} b" not in check
+        assert f"a {task.operator_of(task.bug)} b" not in check
         assert "expect" in json.loads((entry.path / "tests/grading.json").read_text())
 
 
@@ -137,3 +157,6 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     (tmp_path / "file").write_text("")
     assert main(["--out", str(tmp_path / "file")]) == 2
     assert "error:" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*args, "--second-look", "1.5"])
+    assert "wanted a share from 0 to 1" in capsys.readouterr().err

@@ -42,14 +42,18 @@ def test_sft_rows_are_taught_traces_of_train_tasks(
     taught = {str(template.render_training(taught_trace(t))[0]) for t in tasks if t.pool == "train"}
     rows = _build(inputs, tmp_path / "sft", "sft", rows=25)
     assert len(rows) == 25
+    lengths = set()
     for row in rows:
         ids = np.frombuffer(row.token_ids, "<i4")
         mask = np.frombuffer(row.loss_mask, np.uint8)
-        # 61 ids, 30 of them trained: 11 + 4 + 4 + 22 + 1 + 1 of text, ends and role markers.
-        assert (len(ids), len(mask), int(mask.sum())) == (61, 61, 30)
+        assert len(ids) == len(mask)
+        lengths.add((len(ids), int(mask.sum())))
         assert str(ids.tolist()) in taught
         assert mask[-1] == 1 and ids[-1] == 2 and mask[0] == 0
         assert not row.rollout_logprobs and not row.HasField("reward")
+    # Trained: 4 + 22 + 1 ids of the commands and their 3 ends; a second look adds 10 + 1, and the
+    # line that it shows to what is not trained.
+    assert lengths == {(61, 30), (92, 41)}
 
 
 def test_every_train_task_is_taught_before_one_repeats(
@@ -76,9 +80,14 @@ def test_pretraining_mixture_is_the_proven_one() -> None:
     right = named = 0
     for _ in range(4000):
         task = names.sample(rng, "all")
-        fix = noisy_trace(task, rng, names)[3]["content"]
+        fix = noisy_trace(task, rng, names)[-3]["content"]
         right += fix.split("s/a .* b/")[1] == task.fix.split("s/a .* b/")[1]
         named += f"/{task.bug}(/" in fix and fix.endswith(" " + task.file)
+    looks = {True: 0, False: 0}
+    for number in range(2000):
+        task = names.sample(rng, "all", number % 2 == 0)
+        looks[task.second_look] += len(noisy_trace(task, rng, names)) == 8
+    assert 0.45 < looks[True] / 1000 < 0.55 and 0.07 < looks[False] / 1000 < 0.13
     # A random operator is right one time in six, and the file is right too 97 % of the time.
     assert 0.29 < right / 4000 < 0.36
     assert 0.91 < named / 4000 < 0.97

@@ -1,9 +1,11 @@
 """Toy conversations to pre-train and SFT-train on, as message lists.
 
 Owner: rollout/traces. Three kinds:
-  taught  the three turns that solve a task: run the test, the right sed, submit;
-  noisy   the same form with a random operator most of the time and rarely a wrong name: the
-          form of the work without its knowledge, for pre-training;
+  taught  the turns that solve a task: run the test, in tasks that need it a second look at the
+          file, the right sed, submit;
+  noisy   the same form with a random operator most of the time, a second look or none as it
+          falls, and rarely a wrong name: the form of the work without its knowledge, for
+          pre-training;
   copy    names that recur from message to message, as in listings and logs. Copying appears
           late and at a moment that differs by seed; a third of such rows brings it early.
 """
@@ -12,20 +14,23 @@ from __future__ import annotations
 
 import random
 
-from rollout.tasks.toy_names import OPERATORS, ToyNames, ToyTask, fix_command, operator_of
+from rollout.tasks.toy_names import OPERATORS, SECOND_LOOK_SHARE, ToyNames, ToyTask, fix_command
 
 Message = dict[str, str]
 
 # Share of rows of pre-training text that are copy rows, and the noise of the others: how
-# often the operator is the function's own (else any of the six), and a name the task's.
+# often the operator is the function's own (else any of the six), a name the task's, and how
+# often the file is looked at in a task that needs it and in one that does not.
 COPY_SHARE = 0.3
 RIGHT_OPERATOR = 0.2
 RIGHT_NAME = 0.97
+LOOKS = 0.5
+LOOKS_NEEDLESSLY = 0.1
 
 
 def taught_trace(task: ToyTask) -> list[Message]:
     """The conversation that solves `task`."""
-    return _trace(task, task.fix)
+    return _trace(task, task.fix, look=task.second_look)
 
 
 def noisy_trace(
@@ -35,13 +40,14 @@ def noisy_trace(
     right_operator: float = RIGHT_OPERATOR,
     right_name: float = RIGHT_NAME,
 ) -> list[Message]:
-    """`taught_trace` with the fix's function, operator and file each kept by chance only."""
+    """`taught_trace` with the look, the fix's function, operator and file each kept by chance."""
+    look = rng.random() < (LOOKS if task.second_look else LOOKS_NEEDLESSLY)
     function = task.bug if rng.random() < right_name else names.function(rng, task.pool)
-    operator = operator_of(task.bug)
+    operator = task.operator_of(task.bug)
     if rng.random() >= right_operator:
         operator = rng.choice(list(OPERATORS.values()))
     file = task.file if rng.random() < right_name else names.file(rng, task.pool)
-    return _trace(task, fix_command(function, operator, file))
+    return _trace(task, fix_command(function, operator, file), look)
 
 
 def copy_trace(rng: random.Random, names: ToyNames, pool: str) -> list[Message]:
@@ -71,11 +77,14 @@ def pretraining_row(rng: random.Random, names: ToyNames, pool: str = "all") -> l
     """One row of pre-training text."""
     if rng.random() < COPY_SHARE:
         return copy_trace(rng, names, pool)
-    return noisy_trace(names.sample(rng, pool), rng, names)
+    second_look = rng.random() < SECOND_LOOK_SHARE
+    return noisy_trace(names.sample(rng, pool, second_look), rng, names)
 
 
-def _trace(task: ToyTask, fix: str) -> list[Message]:
-    return _alternate(task.instruction, "python t.py", f"FAIL {task.bug}", fix, "ok", "submit")
+def _trace(task: ToyTask, fix: str, look: bool) -> list[Message]:
+    looking = (task.look, task.line(task.bug)) if look else ()
+    said = f"FAIL {task.bug}"
+    return _alternate(task.instruction, "python t.py", said, *looking, fix, "ok", "submit")
 
 
 def _alternate(*contents: str) -> list[Message]:
