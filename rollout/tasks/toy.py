@@ -172,7 +172,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--test", type=int, default=64, help="held-out tasks")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--second-look", type=float, default=SECOND_LOOK_SHARE, help="share that needs a second look"
+        "--second-look",
+        type=float,
+        default=SECOND_LOOK_SHARE,
+        help="share that needs a second look",
     )
     args = parser.parse_args(argv)
     if not 0 <= args.second_look <= 1:
