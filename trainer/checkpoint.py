@@ -60,6 +60,7 @@ class CheckpointStore:
         """Args: folder is made if needed; what survives a save is the newest `kept` checkpoints
         and, if asked, the newest of each stage that had ended.
         """
+        self.pinned = ""  # name of one that survives however old it is
         self._folder = folder
         self._kept = kept
         self._keep_stage_ends = keep_stage_ends
@@ -90,6 +91,10 @@ class CheckpointStore:
             shutil.rmtree(old)
         return path
 
+    def find(self, name: str) -> Checkpoint:
+        """The checkpoint `name`, verified. Raises CorruptCheckpointError."""
+        return verify(self._folder / name)
+
     def latest(self) -> Checkpoint | None:
         """Returns the newest checkpoint that verifies, or None. Logs those that do not."""
         for path in reversed(self.paths()):
@@ -108,7 +113,7 @@ class CheckpointStore:
 
     def _superseded(self) -> list[Path]:
         """Checkpoints that nothing needs any more."""
-        older = self.paths()[: -self._kept]
+        older = [p for p in self.paths()[: -self._kept] if p.name != self.pinned]
         if not self._keep_stage_ends:
             return older
         ends: dict[str, Path] = {}

@@ -145,6 +145,21 @@ class LossConfig(_Settings):
         return self
 
 
+class PeriodicEvaluationConfig(_Settings):
+    """Evaluations on the dev tasks during RL; see selection.py."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """Evaluates before the first step, after every this many, and after the last; 0: never."""
+    attempts_per_task: int = Field(default=2, gt=0)
+    """Attempts at each dev task."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Of sampling; 0 is greedy."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """For one evaluation, in seconds; past it training goes on without its score."""
+    keep_best: bool = True
+    """The stage ends with the weights of the best score; False: with those of the last step."""
+
+
 class RlConfig(_Settings):
     """The reinforcement-learning stage."""
 
@@ -170,6 +185,8 @@ class RlConfig(_Settings):
     update's own forward pass: the same numbers as long as a batch is one optimizer step."""
     router_aux_loss: float = Field(default=0.0, ge=0)
     """Coefficient of the experts' load-balancing loss; 0 in RL."""
+    evaluation: PeriodicEvaluationConfig = PeriodicEvaluationConfig()
+    """Evaluations during the stage and the choice of its best weights."""
     batch_wait_s: float = Field(default=60.0, gt=0)
     """Deadline of one NextBatch call; the loop asks again until a batch comes."""
 

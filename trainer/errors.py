@@ -37,6 +37,10 @@ class StoppedError(TrainerError):
     """The trainer is stopping; the work in hand was given up."""
 
 
+class EvaluationFailedError(TrainerError):
+    """An evaluation during RL gave no result; the stage goes on without it."""
+
+
 STATUS_CODES: dict[type[TrainerError], grpc.StatusCode] = {
     TrainerError: grpc.StatusCode.INTERNAL,
     BadSequenceError: grpc.StatusCode.DATA_LOSS,
@@ -45,6 +49,7 @@ STATUS_CODES: dict[type[TrainerError], grpc.StatusCode] = {
     StageConflictError: grpc.StatusCode.FAILED_PRECONDITION,
     BadRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     PublishFailedError: grpc.StatusCode.UNAVAILABLE,
+    EvaluationFailedError: grpc.StatusCode.DEADLINE_EXCEEDED,
     StoppedError: grpc.StatusCode.UNAVAILABLE,
 }
 """The one table between our errors and gRPC's codes."""

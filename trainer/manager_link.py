@@ -17,11 +17,12 @@ from typing import Any, Protocol, TypeVar
 
 from proto import rollout_pb2, trajectory_pb2
 from rollout.client import DeadlineError, FencedError, RolloutClient, UnavailableError
-from trainer.errors import PublishFailedError
+from trainer.errors import EvaluationFailedError, PublishFailedError
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _BACKOFF_S = 0.5
+_EVALUATION_POLL_S = 5.0
 
 
 class PublishResult(Protocol):
@@ -157,6 +158,44 @@ class ManagerLink:
     def report_checkpoint(self, request: rollout_pb2.ReportCheckpointRequest) -> None:
         """Tells that a checkpoint exists."""
         self._call(lambda: self._client.report_checkpoint(request))
+
+    def evaluate(
+        self, request: rollout_pb2.StartEvaluationRequest, timeout_s: float
+    ) -> concurrent.futures.Future[rollout_pb2.GetEvaluationReply]:
+        """Starts an evaluation and begins to wait for its end; cancel the future to give up.
+
+        The future raises:
+          EvaluationFailedError: it did not end within `timeout_s`, or every engine that served
+            the version is gone, so that it never will.
+          RolloutError: the manager refused.
+        """
+
+        async def ask() -> rollout_pb2.GetEvaluationReply:
+            give_up = time.monotonic() + timeout_s
+            await self._retry(lambda: self._client.start_evaluation(request))
+            wanted = rollout_pb2.GetEvaluationRequest(name=request.name)
+            while (left := give_up - time.monotonic()) > 0:
+                try:
+                    reply = await self._client.get_evaluation(
+                        wanted, timeout_s=min(left, _EVALUATION_POLL_S)
+                    )
+                except (DeadlineError, UnavailableError):
+                    await asyncio.sleep(min(left, _BACKOFF_S))
+                    continue
+                if reply.finished:
+                    return reply
+                states = {e.state for e in (await self._retry(self._client.get_status)).engines}
+                if states and "serving" not in states and "stale" in states:
+                    raise EvaluationFailedError(
+                        f"{request.name}: no engine serves weight_version "
+                        f"{reply.weight_version} any more"
+                    )
+            raise EvaluationFailedError(
+                f"{request.name} did not end within {timeout_s:.0f} s; raise "
+                "trainer.rl.evaluation.timeout_s"
+            )
+
+        return self._start(ask())
 
     def publish(self, named_tensors: list[tuple[str, Any]], weight_version: int) -> PublishResult:
         """Publishes weights once; the tensors must not change until this returns.

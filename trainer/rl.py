@@ -8,6 +8,7 @@
      update window <--Open/Close------  publish ------------ weight buckets ------>  load
      ledger       <---AckBatch--------  ack
                                         report       metrics, checkpoint, requests of RPCs
+     dev tasks    <--StartEvaluation--  evaluate     at intervals; see selection.py
 
 Rollouts go on during all of it; they stop only inside an update window. Weights are published
 right after the update, before the next batch is asked for. Who owns what: this loop owns the
@@ -36,6 +37,7 @@ from trainer.config import RlConfig
 from trainer.group_batch import GroupBatch
 from trainer.manager_link import ManagerLink
 from trainer.metrics_log import StepRecord
+from trainer.selection import Selection
 from trainer.step import Update
 from trainer.step_clock import StepClock
 
@@ -59,6 +61,7 @@ class RlStage:
         self._clock = clock
         self._config: RlConfig = runner.config.rl
         self._learner = runner.learner
+        self._selection = Selection(runner, link, self._config.evaluation)
 
     def run(self, completed_steps: int, num_steps: int) -> None:
         """Trains steps completed_steps + 1 to num_steps.
@@ -68,6 +71,7 @@ class RlStage:
           TrainerError, RolloutError: the stage failed; weights are those of the last step.
         """
         self._runner.publish_if_changed()
+        self._selection.begin(completed_steps, num_steps)
         for step in range(completed_steps + 1, num_steps + 1):
             clock = StepClock(self._clock)
             claimed = self._next_batch(step, clock)
@@ -96,6 +100,8 @@ class RlStage:
                     clock.spans,
                 )
             )
+            self._selection.after(step, num_steps)
+        self._selection.end(num_steps)
 
     def _next_batch(self, step: int, clock: StepClock) -> rollout_pb2.NextBatchReply:
         while True:

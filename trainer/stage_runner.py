@@ -303,6 +303,24 @@ class StageRunner:
             )
         return path
 
+    def save_if_changed(self) -> Path:
+        """The newest checkpoint, after a save unless it holds the progress of the moment."""
+        paths = self._store.paths()
+        return self.save() if self._progress != self._saved or not paths else paths[-1]
+
+    def pin_checkpoint(self, name: str) -> None:
+        """Keeps the checkpoint `name`, and no other, from being deleted with the oldest."""
+        self._store.pinned = name
+
+    def load_weights(self, name: str) -> None:
+        """Takes the weights of the checkpoint `name`; the optimizer and progress stay.
+
+        Raises:
+          CorruptCheckpointError: it does not verify.
+        """
+        checkpoints.load_model(self.learner, self._store.find(name))
+        self._published_updates = -1
+
     def export(self, path: Path) -> tuple[int, int]:
         """Writes a Hugging Face folder; returns (tensors, bytes)."""
         if not path.is_absolute():

@@ -147,6 +147,9 @@ class ScriptedManager(rollout_pb2_grpc.RolloutManagerServicer):
         self.checkpoints: list[rpb.ReportCheckpointRequest] = []
         self.max_weight_version = 0
         self.num_refusals = 0
+        self.evaluations: list[rpb.StartEvaluationRequest] = []
+        self.scores: list[float] = []  # of evaluations in order; none left: it never ends
+        self.served_version: int | None = None  # by evaluations; None: the one in their name
 
     def add_batch(self, groups: dict[str, list[trajectory_pb2.TokenSequence]]) -> None:
         """Prepares a batch; each sequence is a trajectory of one branch."""
@@ -183,6 +186,21 @@ class ScriptedManager(rollout_pb2_grpc.RolloutManagerServicer):
     async def ReportCheckpoint(self, request: Any, context: Any) -> rpb.ReportCheckpointReply:
         self.checkpoints.append(request)
         return rpb.ReportCheckpointReply()
+
+    async def StartEvaluation(self, request: Any, context: Any) -> rpb.StartEvaluationReply:
+        self.evaluations.append(request)
+        return rpb.StartEvaluationReply()
+
+    async def GetEvaluation(self, request: Any, context: Any) -> rpb.GetEvaluationReply:
+        if not self.scores:
+            return rpb.GetEvaluationReply(num_attempts=1)
+        version = self.served_version or int(request.name.rpartition("-v")[2])
+        reply = rpb.GetEvaluationReply(finished=True, weight_version=version)
+        reply.tasks.add(task_id="t", rewards=[self.scores.pop(0)])
+        return reply
+
+    async def GetStatus(self, request: Any, context: Any) -> rpb.GetStatusReply:
+        return rpb.GetStatusReply(engines=[rpb.EngineStatus(name="engine0", state="stale")])
 
     async def FetchSequences(
         self, request: Any, context: Any
