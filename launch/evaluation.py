@@ -1,7 +1,9 @@
 """Runs held-out evaluations through the rollout manager and keeps their results.
 
-Owner of `metrics/evaluations.json`: {name: {stage, temperature, agent, weight_version, tasks}}.
-An evaluation is pinned to one weight_version; the job publishes nothing while one runs.
+Owner of `metrics/evaluations.json`: {name: {stage, pool, temperature, agent, weight_version,
+tasks}}, and `step` in those that the trainer asked for during RL; and of `metrics/best.json`, the
+best of these: {step, weight_version, pass_at_1}. An evaluation is pinned to one weight_version; the
+job publishes nothing while one runs.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from rollout.client import DeadlineError, RolloutClient, UnavailableError
 
 _POLL_S = 20.0
 _RETRY_S = 0.2
+_RECORD_TIMEOUT_S = 60.0
 
 
 def cause_name(cause: int) -> str:
@@ -77,8 +80,50 @@ async def evaluate(
     )
     await _start(client, request, deadline)
     reply = await _finished(client, request, deadline, timeout_s, republish)
-    result = {
+    result = _result(reply, stage, temperature, agent, pool)
+    results[name] = result
+    write_json(metrics / "evaluations.json", results)
+    return result
+
+
+async def record_periodic(client: RolloutClient, metrics: Path) -> None:
+    """Adds the evaluations that the trainer asked for during RL, as metrics/selection.jsonl tells."""
+    path = metrics / "selection.jsonl"
+    candidates = (
+        [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    )
+    if not candidates:
+        return
+    results = load_evaluations(metrics)
+    for candidate in candidates:
+        name = candidate["evaluation"]
+        if name in results:
+            continue
+        reply = await client.get_evaluation(
+            rollout_pb2.GetEvaluationRequest(name=name), timeout_s=_RECORD_TIMEOUT_S
+        )
+        temperature = float(candidate["temperature"])
+        result = _result(
+            reply, f"rl-step-{candidate['step']}", temperature, "mini", rollout_pb2.POOL_DEV
+        )
+        results[name] = result | {"step": candidate["step"]}
+    write_json(metrics / "evaluations.json", results)
+    best = max(candidates, key=lambda c: (c["pass_at_1"], c["step"]))
+    write_json(
+        metrics / "best.json", {key: best[key] for key in ("step", "weight_version", "pass_at_1")}
+    )
+
+
+def _result(
+    reply: rollout_pb2.GetEvaluationReply,
+    stage: str,
+    temperature: float,
+    agent: str,
+    pool: rollout_pb2.Pool,
+) -> dict[str, Any]:
+    return {
         "stage": stage,
+        "pool": rollout_pb2.Pool.Name(pool).removeprefix("POOL_").lower(),
         "temperature": temperature,
         "agent": agent,
         "weight_version": reply.weight_version,
@@ -92,9 +137,6 @@ async def evaluate(
             for task in reply.tasks
         ],
     }
-    results[name] = result
-    write_json(metrics / "evaluations.json", results)
-    return result
 
 
 async def _start(

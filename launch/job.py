@@ -7,7 +7,8 @@ says that it is done, so that `resume` is the same call again.
     start     broker -> manager (starts engines) -> gateways -> workers; trainer
     pretrain  trainer stage -> publish -> evaluate `base`
     sft       trainer stage -> publish -> evaluate `sft` -> probe engine against trainer
-    rl        open admission, trainer stage (publishes itself), close admission
+    rl        open admission, trainer stage (publishes itself, evaluates on the dev tasks at
+              intervals and ends with its best weights), close admission
               -> evaluate `rl` -> export, counters, attempts, overlap, report
     compare   the engines alone on RL's trajectories, once every side's counts are taken
 
@@ -33,7 +34,7 @@ from rich.markup import escape
 from launch import collect, programs, throughput
 from launch.deploy import Deployment
 from launch.errors import JobFailed
-from launch.evaluation import evaluate, evaluation_name, is_evaluated
+from launch.evaluation import evaluate, evaluation_name, is_evaluated, record_periodic
 from launch.monitor import Monitor
 from launch.overlap import Timeline
 from launch.pause import PauseWatch
@@ -127,6 +128,7 @@ class Job:
         await self._evaluate(rollout, trainer, "sft")
         await self._probe(trainer)
         await self._reinforce(rollout, trainer)
+        await record_periodic(rollout, self._run.metrics)
         await self._evaluate(rollout, trainer, "rl")
         async with self._step("finish"):
             await self._finish(rollout, trainer)

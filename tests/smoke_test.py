@@ -122,3 +122,18 @@ def test_resuming_a_finished_run_shows_it_again_and_changes_nothing(finished):
 
 def _lines(root):
     return (root / "metrics" / "rl.jsonl").read_text().splitlines()
+
+
+def test_rl_was_evaluated_on_dev_and_ended_with_its_best(finished):
+    metrics = finished[1] / "metrics"
+    evaluations = json.loads((metrics / "evaluations.json").read_text())
+    dev = {e["step"]: e for e in evaluations.values() if e["pool"] == "dev"}
+    assert sorted(dev) == [0, 2, 3]
+    assert [dev[step]["weight_version"] for step in (0, 2, 3)] == [2, 4, 5]
+    assert all(len(e["tasks"]) == 4 for e in dev.values())
+    best = json.loads((metrics / "best.json").read_text())
+    # The stage's last step needs no publication of its own; the best of an earlier one has it.
+    assert evaluations["rl-t1"]["weight_version"] == (5 if best["step"] == 3 else 6)
+    assert best["pass_at_1"] == max(
+        sum(task["rewards"][0] for task in e["tasks"]) / 4 for e in dev.values()
+    )

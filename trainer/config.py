@@ -156,6 +156,8 @@ class PeriodicEvaluationConfig(_Settings):
     """Of sampling; 0 is greedy."""
     timeout_s: float = Field(default=600.0, gt=0)
     """For one evaluation, in seconds; past it training goes on without its score."""
+    max_tries: int = Field(default=3, gt=0)
+    """Starts of one evaluation: a lost engine voids it, and the weights are published again."""
     keep_best: bool = True
     """The stage ends with the weights of the best score; False: with those of the last step."""
 

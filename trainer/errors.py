@@ -41,6 +41,10 @@ class EvaluationFailedError(TrainerError):
     """An evaluation during RL gave no result; the stage goes on without it."""
 
 
+class EvaluationLostError(EvaluationFailedError):
+    """The engines that served its weight_version are gone; another can be started."""
+
+
 STATUS_CODES: dict[type[TrainerError], grpc.StatusCode] = {
     TrainerError: grpc.StatusCode.INTERNAL,
     BadSequenceError: grpc.StatusCode.DATA_LOSS,
@@ -50,6 +54,7 @@ STATUS_CODES: dict[type[TrainerError], grpc.StatusCode] = {
     BadRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     PublishFailedError: grpc.StatusCode.UNAVAILABLE,
     EvaluationFailedError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    EvaluationLostError: grpc.StatusCode.ABORTED,
     StoppedError: grpc.StatusCode.UNAVAILABLE,
 }
 """The one table between our errors and gRPC's codes."""

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from proto import rollout_pb2, trajectory_pb2
 from rollout.client import DeadlineError, FencedError, RolloutClient, UnavailableError
-from trainer.errors import EvaluationFailedError, PublishFailedError
+from trainer.errors import EvaluationFailedError, EvaluationLostError, PublishFailedError
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -165,8 +165,8 @@ class ManagerLink:
         """Starts an evaluation and begins to wait for its end; cancel the future to give up.
 
         The future raises:
-          EvaluationFailedError: it did not end within `timeout_s`, or every engine that served
-            the version is gone, so that it never will.
+          EvaluationLostError: no engine serves the version any more; publish, and start another.
+          EvaluationFailedError: it did not end within `timeout_s`.
           RolloutError: the manager refused.
         """
 
@@ -182,14 +182,13 @@ class ManagerLink:
                 except (DeadlineError, UnavailableError):
                     await asyncio.sleep(min(left, _BACKOFF_S))
                     continue
-                if reply.finished:
-                    return reply
-                states = {e.state for e in (await self._retry(self._client.get_status)).engines}
-                if states and "serving" not in states and "stale" in states:
-                    raise EvaluationFailedError(
+                if reply.republish_requested or _is_cancelled(reply):
+                    raise EvaluationLostError(
                         f"{request.name}: no engine serves weight_version "
                         f"{reply.weight_version} any more"
                     )
+                if reply.finished:
+                    return reply
             raise EvaluationFailedError(
                 f"{request.name} did not end within {timeout_s:.0f} s; raise "
                 "trainer.rl.evaluation.timeout_s"
@@ -224,3 +223,7 @@ class ManagerLink:
                     raise
                 _log.warning("manager unavailable, trying again: %s", error)
                 await asyncio.sleep(_BACKOFF_S)
+
+
+def _is_cancelled(reply: rollout_pb2.GetEvaluationReply) -> bool:
+    return any(trajectory_pb2.CAUSE_CANCELLED in task.causes for task in reply.tasks)

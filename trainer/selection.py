@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from proto import rollout_pb2
 from rollout.client import RolloutError
 from trainer.config import PeriodicEvaluationConfig
-from trainer.errors import EvaluationFailedError
+from trainer.errors import EvaluationFailedError, EvaluationLostError
 from trainer.manager_link import ManagerLink
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class Candidate:
     weight_version: int
     evaluation: str
     """Name of the evaluation at the manager."""
+    temperature: float
+    """Of its sampling."""
     pass_at_1: float
     """Mean over tasks of the mean reward of their scored attempts."""
     num_scored: int
@@ -114,35 +116,27 @@ class Selection:
         self._runner.publish_if_changed()
         checkpoint = self._runner.save_if_changed()
         started = time.monotonic()
-        version = self._runner.weight_version
-        request = rollout_pb2.StartEvaluationRequest(
-            name=f"rl-step-{step}-v{version}",
-            pool=rollout_pb2.POOL_DEV,
-            attempts_per_task=self._config.attempts_per_task,
-            temperature=self._config.temperature,
-            agent="mini",
-        )
-        try:
-            reply = self._runner.wait(self._link.evaluate(request, self._config.timeout_s))
-        except (EvaluationFailedError, RolloutError) as error:
-            _log.warning("evaluation %s gave no score, training goes on: %s", request.name, error)
+        reply = self._evaluate(step)
+        if reply is None:
             return
+        version, name = self._runner.weight_version, self._name(step)
         if reply.weight_version != version:
             _log.warning(
                 "evaluation %s ran on weight_version %d, training goes on without its score",
-                request.name,
+                name,
                 reply.weight_version,
             )
             return
         scores = [sum(task.rewards) / len(task.rewards) for task in reply.tasks if task.rewards]
         if not scores:
-            _log.warning("evaluation %s: no attempt was scored, training goes on", request.name)
+            _log.warning("evaluation %s: no attempt was scored, training goes on", name)
             return
         self._log.append(
             Candidate(
                 step=step,
                 weight_version=reply.weight_version,
-                evaluation=request.name,
+                evaluation=name,
+                temperature=self._config.temperature,
                 pass_at_1=sum(scores) / len(scores),
                 num_scored=sum(len(task.rewards) for task in reply.tasks),
                 duration_s=time.monotonic() - started,
@@ -159,6 +153,32 @@ class Selection:
         _log.info("the best of the stage is step %d: pass@1 %.3f", best.step, best.pass_at_1)
         self._runner.load_weights(best.checkpoint)
         self._runner.publish_if_changed()
+
+    def _name(self, step: int) -> str:
+        return f"rl-step-{step}-v{self._runner.weight_version}"
+
+    def _evaluate(self, step: int) -> rollout_pb2.GetEvaluationReply | None:
+        """Evaluates the published version; None, with a warning, when that came to nothing."""
+        for _ in range(self._config.max_tries):
+            request = rollout_pb2.StartEvaluationRequest(
+                name=self._name(step),
+                pool=rollout_pb2.POOL_DEV,
+                attempts_per_task=self._config.attempts_per_task,
+                temperature=self._config.temperature,
+                agent="mini",
+            )
+            try:
+                return self._runner.wait(self._link.evaluate(request, self._config.timeout_s))
+            except EvaluationLostError as error:
+                _log.warning("publishing again for an evaluation: %s", error)
+                self._runner.publish_to_stage()
+            except (EvaluationFailedError, RolloutError) as error:
+                _log.warning("no score of step %d, training goes on: %s", step, error)
+                return None
+        _log.warning(
+            "no score of step %d, training goes on: %d tries", step, self._config.max_tries
+        )
+        return None
 
     def _pin(self) -> None:
         best = self._log.best()

@@ -38,7 +38,9 @@ def run_stage(
 
 
 def candidate(step: int, score: float) -> Candidate:
-    return Candidate(step, step + 1, f"rl-step-{step}", score, 8, 1.0, f"00000{step}-rl-{step}")
+    return Candidate(
+        step, step + 1, f"rl-step-{step}", 1.0, score, 8, 1.0, f"00000{step}-rl-{step}"
+    )
 
 
 def make(tmp_path: Path, model: Path, device: Device, manager: ManagerThread, **more: Any) -> Any:
@@ -96,13 +98,19 @@ def test_when_and_what(
     assert manager.publisher.versions == versions
 
 
-def test_an_evaluation_without_engines_costs_its_score_only(
+def test_a_lost_evaluation_is_tried_at_a_new_version_and_costs_its_score_only(
     tmp_path: Path, model_dir: Path, device: Device, manager: ManagerThread
 ) -> None:
-    runner = make(tmp_path, model_dir, device, manager)
-    got = run_stage(runner, manager, 2, [0.5])  # the second and third never end
+    runner = make(tmp_path, model_dir, device, manager, max_tries=2)
+    got = run_stage(runner, manager, 1, [0.5])  # step 1's loses its engines, twice
     assert [c.step for c in got] == [0]
-    assert [r.step for r in runner.metrics.since("rl", 1)] == [1, 2]
+    assert [e.name for e in manager.manager.evaluations] == [
+        "rl-step-0-v1",
+        "rl-step-1-v2",
+        "rl-step-1-v3",
+    ]
+    assert torch.equal(manager.publisher.norms[1], manager.publisher.norms[2])
+    assert [r.step for r in runner.metrics.since("rl", 1)] == [1]
 
 
 def test_a_score_of_another_version_is_not_taken(

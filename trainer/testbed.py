@@ -193,14 +193,11 @@ class ScriptedManager(rollout_pb2_grpc.RolloutManagerServicer):
 
     async def GetEvaluation(self, request: Any, context: Any) -> rpb.GetEvaluationReply:
         if not self.scores:
-            return rpb.GetEvaluationReply(num_attempts=1)
+            return rpb.GetEvaluationReply(num_attempts=1, republish_requested=True)
         version = self.served_version or int(request.name.rpartition("-v")[2])
         reply = rpb.GetEvaluationReply(finished=True, weight_version=version)
         reply.tasks.add(task_id="t", rewards=[self.scores.pop(0)])
         return reply
-
-    async def GetStatus(self, request: Any, context: Any) -> rpb.GetStatusReply:
-        return rpb.GetStatusReply(engines=[rpb.EngineStatus(name="engine0", state="stale")])
 
     async def FetchSequences(
         self, request: Any, context: Any

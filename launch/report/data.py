@@ -124,6 +124,8 @@ def evaluation_rows(evaluations: Mapping[str, Row]) -> list[EvaluationRow]:
     rows: list[EvaluationRow] = []
     before: dict[str, dict[str, list[float]]] = {}
     for evaluation in evaluations.values():
+        if evaluation.get("pool", "test") != "test":
+            continue  # chose the checkpoint, so it is not held out
         rewards = {task["task_id"]: task["rewards"] for task in evaluation["tasks"]}
         sampling = (
             "greedy" if evaluation["temperature"] == 0 else f"T={evaluation['temperature']:g}"
