@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -119,7 +120,16 @@ class Testbed:
 
     __test__ = False
 
-    def __init__(self, run_dir: Path, num_engines: int = 1, **settings: Any) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        num_engines: int = 1,
+        *,
+        real_time: bool = False,
+        servicer: Callable[[RolloutManager], RolloutServicer] = RolloutServicer,
+        **settings: Any,
+    ) -> None:
+        """`real_time`: the manager's clocks are the machine's instead of the test's."""
         engines = {"python": "/usr/bin/python3", "model_path": "/nowhere"}
         engines |= settings.pop("engines", {})
         defaults: dict[str, Any] = {"group_size": 2, "batch_groups": 2, "max_staleness": 0}
@@ -134,24 +144,24 @@ class Testbed:
             Ledger(run_dir / "ledger.db", fsync=False),
             TokenStore(run_dir / "tokens", fsync=False),
             cast("EnginePool", self.fake_pool),
-            clock=self.clock,
-            monotonic=self.clock,
+            clock=time.time if real_time else self.clock,
+            monotonic=time.monotonic if real_time else self.clock,
             make_key=lambda: f"key-{next(numbers):032d}-{id(self)}",
         )
+        self.address = ""
+        self._servicer = servicer
         self.channel: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> RolloutClient:
         self.server = make_server(
             ServingConfig(),
-            lambda s: pb_grpc.add_RolloutManagerServicer_to_server(
-                RolloutServicer(self.manager), s
-            ),
+            lambda s: pb_grpc.add_RolloutManagerServicer_to_server(self._servicer(self.manager), s),
             [SERVICE_NAME],
         )
         self.manager.recover()
-        address = await self.server.start()
+        self.address = await self.server.start()
         await self.manager.start()
-        self.channel = dial(address)
+        self.channel = dial(self.address)
         return RolloutClient(self.channel, call_timeout_s=10.0)
 
     async def __aexit__(self, *exc_info: object) -> None:
