@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from bazel.environments import PYTHON
 from launch.ports import choose_ports
 from launch.recipe import Recipe, RunSettings, validated
-from launch.run_directory import RunDirectory
+from launch.run_directory import RunDirectory, write_json
 from launch.supervisor import ProcessSpec, RestartPolicy, Supervisor
 from proto import rollout_pb2, sandbox_pb2, sandbox_pb2_grpc, serving
 from rollout.client import RolloutClient
@@ -206,6 +206,7 @@ class Deployment:
         self._clear_scratch()
         for name, config in self._configs.items():
             (self._run.processes / f"{name}.json").write_text(config.model_dump_json(indent=1))
+        write_json(self._run.addresses, {name: self._address(name) for name in self._ports})
         self.supervisor = Supervisor(notify=notify)
         try:
             async with AsyncExitStack() as stack:

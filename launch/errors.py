@@ -27,6 +27,12 @@ class JobFailed(LaunchError):
     exit_code = 4
 
 
+class RunPaused(JobFailed):
+    """A run that paused itself was let go on by nobody; it ended, resumable."""
+
+    exit_code = 3
+
+
 class ReplayDiffers(LaunchError):
     """A replay of a run with the run's own settings did not give the run's numbers."""
 

@@ -90,7 +90,7 @@ class Job:
             opened = rollout_pb2.SetAdmissionRequest(open=True)
             await self._patiently(lambda: rollout.set_admission(opened))
         stages = asyncio.create_task(self._stages(rollout, trainer))
-        watch = asyncio.create_task(self._watch(rollout))
+        watch = asyncio.create_task(self._watch(rollout, trainer))
         try:
             await asyncio.wait({stages, watch}, return_when=asyncio.FIRST_COMPLETED)
             await (stages if stages.done() else watch)
@@ -99,14 +99,17 @@ class Job:
                 task.cancel()
             await asyncio.gather(stages, watch, return_exceptions=True)
 
-    async def _watch(self, rollout: RolloutClient) -> None:
+    async def _watch(self, rollout: RolloutClient, trainer: TrainerClient) -> None:
         """Raises JobFailed when an engine failed for good or a pause lasts too long."""
         max_pause_s = self._recipe.run.max_pause_s
         pause = PauseWatch(self._run.root.name, max_pause_s, self._notify)
+        learner: trainer_pb2.GetStatusReply | None = None
         while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                learner = await trainer.get_status()
             with contextlib.suppress(UnavailableError, DeadlineError):
                 status = await rollout.get_status()
-                pause.look(status)
+                pause.look(status, learner)
                 for engine in status.engines:
                     if engine.state == "failed":
                         raise JobFailed(

@@ -115,6 +115,8 @@ class Monitor:
             scalars = trainer.last_metrics.scalars
             if "loss" in scalars:
                 shown["loss"] = f"{scalars['loss']:.4f}"
+            if trainer.pause_reason:
+                shown["paused"] = trainer.pause_reason
             if "staleness_mean" in scalars:
                 shown["staleness"] = f"{scalars['staleness_mean']:.2f}"
         if manager is not None:

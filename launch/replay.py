@@ -43,6 +43,8 @@ from trainer.config import TrainerConfig
 
 STAGE = "rl"
 _REPLAYED_SETTINGS = ("trainer.", "run.", "rl.num_steps", "rl.max_staleness")
+_UNTRAINED = ("--run.", "--trainer.rl.guards.", "--trainer.rl.checkpoint_every_steps=")
+"""Settings on which no number of a step depends."""
 _POLL_S = 0.2
 _PROGRESS_S = 10.0
 _MAX_ROWS = 40
@@ -78,6 +80,13 @@ async def replay(
       ReplayDiffers: without overrides, a value is not the same.
       ProcessFailed, JobFailed: it could not be replayed.
     """
+    recorded_changes = changed_settings(run)
+    for step, override in recorded_changes:
+        console.print(
+            f"{override} was set after step {step} of the run: the replay has it from the start",
+            highlight=False,
+            soft_wrap=True,
+        )
     recorded = read_steps(run.metrics / f"{STAGE}.jsonl")
     num_steps = num_steps or len(recorded)
     if not recorded or num_steps > recipe.rl.num_steps:
@@ -103,13 +112,24 @@ async def replay(
         )
     write_json(target.root / "comparison.json", dataclasses.asdict(comparison))
     show(comparison, steps, replayed, console)
-    changed = [o for o in overrides if not o.startswith("--run.")]
+    changed = [o for o in overrides if not o.startswith(_UNTRAINED)] or recorded_changes
     if not comparison.equal and not changed:
         first = comparison.differences[0]
         raise ReplayDiffers(
             f"the replay differs from the run at step {first.step}: {first.metric} was "
             f"{first.recorded!r} and is {first.replayed!r} ({target.root}/comparison.json has all)"
         )
+
+
+def changed_settings(run: RunDirectory) -> list[tuple[int, str]]:
+    """(RL steps done, override) of each setting that a resume changed and a step depends on."""
+    return [
+        (int(change["after_step"]), override)
+        for change in run.load_state().get("changed_settings", [])
+        for override in change["settings"]
+        if override.removeprefix("--").startswith(_REPLAYED_SETTINGS)
+        and not override.startswith(_UNTRAINED)
+    ]
 
 
 async def _train(
@@ -149,7 +169,11 @@ async def _train(
 
 def trainer_config(config: TrainerConfig, run_dir: Path, manager_address: str) -> TrainerConfig:
     """The run's trainer, told to replay. What changes nothing about a step is left out."""
-    rl = config.rl.model_copy(update={"checkpoint_every_steps": 0})
+    guards = config.rl.guards.model_copy(update={"action": "warn"})
+    evaluation = config.rl.evaluation.model_copy(update={"every_steps": 0})
+    rl = config.rl.model_copy(
+        update={"checkpoint_every_steps": 0, "guards": guards, "evaluation": evaluation}
+    )
     return config.model_copy(
         update={
             "replay_of": config.run_dir,

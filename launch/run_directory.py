@@ -33,6 +33,7 @@ class RunDirectory:
     checkpoints = property(lambda self: self.root / "checkpoints")
     trajectories = property(lambda self: self.root / "trajectories")
     processes = property(lambda self: self.root / "processes")
+    addresses = property(lambda self: self.processes / "addresses.json")
     export = property(lambda self: self.root / "export")
     ledger = property(lambda self: self.root / "ledger.db")
     report = property(lambda self: self.root / "report.html")

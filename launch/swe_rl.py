@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +27,8 @@ from rich.console import Console
 from launch.errors import LaunchError, UsageError
 
 _COMMANDS = ("run", "resume", "replay", "eval", "report", "tasks")
+_FIXED = ("run.name=", "run.directory=", "run.seed=", "tasks.")
+"""Settings that a run that has begun cannot change: its folders were made with them."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 _EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -136,26 +138,33 @@ def run(
     _job(recipe, run_directory, deployment)
 
 
-@app.command()
-def resume(
-    name: Annotated[
-        str, typer.Argument(help="Name below runs/, or path; default: the newest.")
-    ] = "",
-) -> None:
-    """Continues an interrupted run from its newest checkpoint, or one that paused where it is."""
+@app.command(context_settings=_EXTRA)
+def resume(context: typer.Context) -> None:
+    """Continues an interrupted run from its newest checkpoint, or one that paused where it is.
+
+    `[RUN] [--section.field=value ...]`: the name below runs/, or a path; default: the newest.
+    Settings given here are the run's from then on.
+    """
     from launch.deploy import Deployment
     from launch.pause import let_go_on
     from launch.recipe import load_recipe
 
+    name, overrides = _split_run(context.args)
+    _check_changes(overrides)
     run_directory = _find_run(name)
     if run_directory.is_locked():
+        if overrides:
+            raise UsageError(
+                f"the run {run_directory.root} is in use by another process: end that one (Ctrl-C) "
+                "before settings are changed"
+            )
         _execute(let_go_on(run_directory))
         console.print(f"the run {run_directory.root} goes on", highlight=False, soft_wrap=True)
         return
-    _, recipe = load_recipe(str(run_directory.config))
+    _, recipe = load_recipe(str(run_directory.config), overrides)
     deployment = Deployment(recipe, run_directory)
     run_directory.create()
-    _job(recipe, run_directory, deployment)
+    _job(recipe, run_directory, deployment, overrides)
 
 
 @app.command(context_settings=_EXTRA)
@@ -259,11 +268,15 @@ def tasks_validate(
     )
 
 
-def _job(recipe: Any, run_directory: Any, deployment: Any) -> None:
+def _job(
+    recipe: Any, run_directory: Any, deployment: Any, overrides: Sequence[str] = ()
+) -> None:
     from launch.job import Job
 
     run_directory.lock()
     try:
+        if overrides:
+            _change_settings(run_directory, recipe, overrides)
         console.print(f"run: {run_directory.root}", highlight=False, soft_wrap=True)
         try:
             _execute(Job(recipe, run_directory, deployment, console).run())
@@ -323,6 +336,29 @@ def _find_run(name: str, holding: str = "config.toml") -> Any:
             f"no run below {_workdir() / 'runs'} with {holding}: `swe_rl run` makes one"
         )
     return RunDirectory(runs[-1].absolute())
+
+
+def _check_changes(overrides: Sequence[str]) -> None:
+    """Raises UsageError for a setting that the run has used up by now."""
+    for override in overrides:
+        if override.removeprefix("--").startswith(_FIXED):
+            raise UsageError(
+                f"cannot change {override.removeprefix('--')} of a run that has begun: start another"
+            )
+
+
+def _change_settings(run_directory: Any, recipe: Any, overrides: Sequence[str]) -> None:
+    """Makes the recipe the run's, and notes in its state after which RL step that was."""
+    from launch.replay_comparison import read_steps
+
+    state = run_directory.load_state()
+    after = len(read_steps(run_directory.metrics / "rl.jsonl"))
+    change = {"after_step": after, "settings": list(overrides)}
+    state.setdefault("changed_settings", []).append(change)
+    run_directory.save_state(state)
+    written = run_directory.config.with_suffix(".new")
+    written.write_text(_toml(recipe))
+    written.replace(run_directory.config)
 
 
 def _toml(recipe: Any) -> str:

@@ -70,6 +70,15 @@ def test_a_setting_that_changes_nothing_in_a_replay(tmp_path):
     check(outcome, "rl.group_size changes nothing")
 
 
+def test_a_setting_that_a_begun_run_cannot_change(tmp_path):
+    outcome = swe_rl(tmp_path, "resume", "--run.seed=4", timeout_s=_SECONDS)
+    check(outcome, "cannot change run.seed=4 of a run that has begun")
+
+
+def test_a_resume_of_two_runs(tmp_path):
+    check(swe_rl(tmp_path, "resume", "a", "b", timeout_s=_SECONDS), "cannot read 'b'")
+
+
 def test_missing_task_directory(tmp_path):
     index = [{"task_id": "a", "path": str(tmp_path / "gone"), "pool": "test"}]
     (tmp_path / "index.json").write_text(json.dumps(index))

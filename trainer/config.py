@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 class _Settings(BaseModel):
@@ -162,6 +162,44 @@ class PeriodicEvaluationConfig(_Settings):
     """The stage ends with the weights of the best score; False: with those of the last step."""
 
 
+def _off(value: Any) -> Any:
+    """TOML has no None."""
+    return None if value == "off" else value
+
+
+Limit = Annotated[float | None, BeforeValidator(_off)]
+"""A number, or `off` (None): not watched."""
+
+
+class GuardsConfig(_Settings):
+    """Bands that a healthy RL stage does not leave, and what happens when it does; see guards.py.
+
+    The defaults are far from what healthy runs show and within what a collapse reaches; a band
+    that a run needs wider, or does without (`off`), is one setting.
+    """
+
+    action: Literal["pause", "stop", "warn"] = "pause"
+    """When a guard trips. pause: a checkpoint is saved and no step starts until someone lets the
+    run go on. stop: a checkpoint is saved and the stage fails. warn: it is only told. A batch with
+    a loss or gradient that is not finite trips at once, and is left out if training goes on."""
+    patience_steps: int = Field(default=3, gt=0)
+    """Steps in a row that must leave a band before its guard trips."""
+    max_gap_mean_nats: Limit = 0.2
+    """Of gap_total_mean_nats: mean |trainer - engine| log-prob, staleness included. Healthy: below
+    0.01, with low-precision engines below 0.05."""
+    max_gap_p99_nats: Limit = 2.0
+    """Of gap_total_p99_nats, its 99th percentile: one token in a hundred seven times as likely."""
+    min_ess_token: Limit = 0.3
+    """Of ess_token_raw_rollout_to_trainer, the share of tokens that effectively count. Healthy:
+    above 0.95."""
+    min_entropy_nats: Limit = 0.001
+    """Of entropy_mean_nats: a policy that has stopped to explore. Healthy: 0.03 and more."""
+    max_entropy_nats: Limit = 2.5
+    """Of entropy_mean_nats: a policy that has forgotten what to say. Healthy: below 1."""
+    max_grad_norm: Limit = 50.0
+    """Of grad_norm, before clipping. Healthy: about 1 and less."""
+
+
 class RlConfig(_Settings):
     """The reinforcement-learning stage."""
 
@@ -178,6 +216,8 @@ class RlConfig(_Settings):
     forgets less with about 0.2."""
     loss: LossConfig = LossConfig()
     """The objective."""
+    guards: GuardsConfig = GuardsConfig()
+    """What pauses the stage when its numbers leave their bands."""
     max_staleness: int = Field(default=4, ge=0)
     """Tokens sampled more than this many versions ago are masked."""
     min_trained_tokens: int = Field(default=1, gt=0)

@@ -17,6 +17,10 @@ class NonFiniteError(TrainerError):
     """The model produced NaN or infinity on a trained token; the step was not taken."""
 
 
+class GuardError(TrainerError):
+    """A guard tripped and its action is to stop; a checkpoint of the moment was saved."""
+
+
 class CorruptCheckpointError(TrainerError):
     """A checkpoint's files do not match its manifest."""
 
@@ -49,6 +53,7 @@ STATUS_CODES: dict[type[TrainerError], grpc.StatusCode] = {
     TrainerError: grpc.StatusCode.INTERNAL,
     BadSequenceError: grpc.StatusCode.DATA_LOSS,
     NonFiniteError: grpc.StatusCode.INTERNAL,
+    GuardError: grpc.StatusCode.INTERNAL,
     CorruptCheckpointError: grpc.StatusCode.DATA_LOSS,
     StageConflictError: grpc.StatusCode.FAILED_PRECONDITION,
     BadRequestError: grpc.StatusCode.INVALID_ARGUMENT,

@@ -37,6 +37,21 @@ class GroupBatch:
         """Trained tokens, the N of the token mean."""
         return sum(s.num_trained for s in self.sequences)
 
+    def left_out(self, group_ids: Iterable[str], reason: str) -> GroupBatch:
+        """The same batch when nothing of it was trained after all."""
+        told = []
+        for trajectory in self.trajectories:
+            why = trajectory.untrained_reason or reason
+            told.append(
+                rollout_pb2.TrainedTrajectory(
+                    attempt_id=trajectory.attempt_id,
+                    num_tokens_masked_stale=trajectory.num_tokens_masked_stale,
+                    untrained_reason=why,
+                )
+            )
+        dropped = dict.fromkeys(group_ids, reason) | self.dropped_groups
+        return dataclasses.replace(self, dropped_groups=dropped, trajectories=told)
+
 
 def build(
     groups: Iterable[rollout_pb2.BatchGroup],

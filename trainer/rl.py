@@ -9,6 +9,7 @@
      ledger       <---AckBatch--------  ack
                                         report       metrics, checkpoint, requests of RPCs
      dev tasks    <--StartEvaluation--  evaluate     at intervals; see selection.py
+                                        guard        a band left too long: checkpoint, pause
 
 Rollouts go on during all of it; they stop only inside an update window. Weights are published
 right after the update, before the next batch is asked for. Who owns what: this loop owns the
@@ -22,6 +23,7 @@ weights: the current weights are published again, as a new version, and the loop
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -34,7 +36,9 @@ from trainer import batch as batching
 from trainer import diagnostics, group_batch, loss
 from trainer.batch import MicroBatch
 from trainer.config import RlConfig
+from trainer.errors import GuardError, NonFiniteError
 from trainer.group_batch import GroupBatch
+from trainer.guards import Guards, Verdict
 from trainer.manager_link import ManagerLink
 from trainer.metrics_log import StepRecord
 from trainer.selection import Selection
@@ -43,6 +47,8 @@ from trainer.step_clock import StepClock
 
 if TYPE_CHECKING:
     from trainer.stage_runner import StageRunner
+
+_log = logging.getLogger(__name__)
 
 
 class RlStage:
@@ -62,6 +68,7 @@ class RlStage:
         self._config: RlConfig = runner.config.rl
         self._learner = runner.learner
         self._selection = Selection(runner, link, self._config.evaluation)
+        self._guards = Guards(self._config.guards)
 
     def run(self, completed_steps: int, num_steps: int) -> None:
         """Trains steps completed_steps + 1 to num_steps.
@@ -70,6 +77,8 @@ class RlStage:
           StoppedError: the trainer was told to stop.
           TrainerError, RolloutError: the stage failed; weights are those of the last step.
         """
+        for record in self._runner.metrics.since(self._name, 1):
+            self._guards.observe(record.step, record.scalars)
         self._runner.publish_if_changed()
         self._selection.begin(completed_steps, num_steps)
         for step in range(completed_steps + 1, num_steps + 1):
@@ -81,7 +90,13 @@ class RlStage:
             micros = self._pack(batch)
             old = self._old_logprobs(micros)
             clock.lap("logprob")
-            update = self._update(batch, micros, old, step)
+            try:
+                update = self._update(batch, micros, old, step)
+            except NonFiniteError as error:
+                clock.lap("update")
+                self._trip(f"step {step}: {error}")
+                update = None
+                batch = batch.left_out((g.group_id for g in claimed.groups), "non_finite")
             clock.lap("update")
             published = self._runner.publish_to_stage() if update else 0
             clock.lap("publish")
@@ -89,6 +104,8 @@ class RlStage:
             scalars = self._scalars(batch, micros, old, update, consumed_version)
             scalars["num_groups_ready_left"] = float(claimed.num_groups_ready_left)
             scalars["lineage"] = float(self._runner.lineage)
+            verdict = self._guards.observe(step, scalars)
+            scalars |= verdict.scalars
             self._runner.step_done(
                 StepRecord(
                     self._name,
@@ -100,8 +117,32 @@ class RlStage:
                     clock.spans,
                 )
             )
+            self._heed(verdict, is_last=step == num_steps)
             self._selection.after(step, num_steps)
         self._selection.end(num_steps)
+
+    def _heed(self, verdict: Verdict, is_last: bool) -> None:
+        if verdict.left:
+            names = ", ".join(band.setting for band in verdict.left)
+            _log.warning("outside of trainer.rl.guards: %s", names)
+        # After the last step there is nothing to hold back: the stage's end shows what it is.
+        if verdict.reason and not (is_last and self._config.guards.action == "pause"):
+            self._trip(verdict.reason)
+
+    def _trip(self, reason: str) -> None:
+        """Does what the setting says; returns when training goes on.
+
+        Raises:
+          GuardError: the stage is to stop.
+          StoppedError: the trainer was told to stop while it was paused.
+        """
+        action = self._config.guards.action
+        _log.warning("guard tripped (%s): %s", action, reason)
+        if action == "pause":
+            self._runner.hold(reason)
+        elif action == "stop":
+            self._runner.save_if_changed()
+            raise GuardError(f"a guard stopped the stage: {reason}")
 
     def _next_batch(self, step: int, clock: StepClock) -> rollout_pb2.NextBatchReply:
         while True:
@@ -204,7 +245,8 @@ class RlStage:
         version: int,
     ) -> dict[str, float]:
         if update is None:
-            return batch.scalars | {"step_skipped": 1.0}
+            refused = "non_finite" in batch.dropped_groups.values()
+            return batch.scalars | {"step_skipped": 1.0, "guard_non_finite": float(refused)}
         sequence = torch.cat([m.sequence for m in micros]).cpu().numpy()
         new = _flat(update.logprobs)
         tokens = diagnostics.ActiveTokens(

@@ -14,7 +14,7 @@ import torch
 
 from proto import rollout_pb2 as rpb
 from trainer import batch, gap
-from trainer.config import LossConfig, RlConfig, RlOptimConfig, TrainerConfig
+from trainer.config import GuardsConfig, LossConfig, RlConfig, RlOptimConfig, TrainerConfig
 from trainer.device import Device
 from trainer.stage_runner import StageRequest, StageRunner
 from trainer.testbed import VOCAB, ManagerThread, record
@@ -37,6 +37,8 @@ def make_runner(
         "optim": RlOptimConfig(lr=3e-3, warmup_steps=0),
         "groups_per_step": 1,
         "batch_wait_s": 0.2,
+        # Random weights know nothing.
+        "guards": GuardsConfig(max_entropy_nats=None),
     }
     config = TrainerConfig(
         model_dir=model,

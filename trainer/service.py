@@ -91,6 +91,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             finished_stages=status.finished_stages,
             num_parameters=status.num_parameters,
             latest_checkpoint=status.latest_checkpoint,
+            pause_reason=status.pause_reason,
         )
         if status.last_record is not None:
             reply.last_metrics.CopyFrom(_metrics(status.last_record))

@@ -75,6 +75,7 @@ class Status:
     finished_stages: tuple[str, ...] = ()
     num_parameters: int = 0
     latest_checkpoint: str = ""
+    pause_reason: str = ""  # set while a guard holds the stage
 
 
 class StageRunner:
@@ -110,6 +111,7 @@ class StageRunner:
         self.lineage = 0  # as the manager counts them; 0 before the first publication
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._paused = False
+        self._pause_reason = ""
         self._stopping = False
         self._save_on_stop = False
         self._status = Status(
@@ -124,8 +126,11 @@ class StageRunner:
     def status(self) -> Status:
         """What the trainer is doing."""
         with self._lock:
-            paused = self._paused and self._status.state == "running"
-            return dataclasses.replace(self._status, state="paused") if paused else self._status
+            if not self._paused or self._status.state != "running":
+                return self._status
+            return dataclasses.replace(
+                self._status, state="paused", pause_reason=self._pause_reason
+            )
 
     def run_stage(self, request: StageRequest) -> int:
         """Starts a stage. Returns the steps that a loaded checkpoint has already done.
@@ -183,7 +188,7 @@ class StageRunner:
     def resume(self) -> None:
         """Lets steps start again."""
         with self._lock:
-            self._paused = False
+            self._paused, self._pause_reason = False, ""
         self._wake()
 
     def stop(self, save_checkpoint: bool) -> None:
@@ -201,8 +206,8 @@ class StageRunner:
         """Serves jobs until `stop`, then saves if that was asked and something is unsaved."""
         while not self._stopping:
             self._jobs.get()()
-        if self._save_on_stop and self._progress != self._saved:
-            self.save()
+        if self._save_on_stop:
+            self.save_if_changed()
         self.metrics.close()
 
     @property
@@ -286,6 +291,19 @@ class StageRunner:
             self._jobs.get()()
         if not last:
             self._check_stop()
+
+    def hold(self, reason: str) -> None:
+        """Saves a checkpoint of the moment and waits until `resume`, serving jobs meanwhile.
+
+        Raises:
+          StoppedError: the trainer was told to stop.
+        """
+        self.save_if_changed()
+        with self._lock:
+            self._paused, self._pause_reason = True, reason
+        while self._paused and not self._stopping:
+            self._jobs.get()()
+        self._check_stop()
 
     def save(self) -> Path:
         """Writes a checkpoint of the moment and tells the manager during RL."""

@@ -154,8 +154,9 @@ class Learner:
 
     def _check_gradients(self, loss: float) -> None:
         ddp = self.policy.ddp
+        # The norm, because finite gradients whose norm overflows would be clipped to nothing.
         finite = all(
-            bool(torch.isfinite(b.grad_data).all())
+            bool(torch.isfinite(torch.linalg.vector_norm(b.grad_data)))
             for b in [*ddp.buffers, *ddp.expert_parallel_buffers]
         )
         if not finite or not math.isfinite(loss):
