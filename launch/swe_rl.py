@@ -268,9 +268,7 @@ def tasks_validate(
     )
 
 
-def _job(
-    recipe: Any, run_directory: Any, deployment: Any, overrides: Sequence[str] = ()
-) -> None:
+def _job(recipe: Any, run_directory: Any, deployment: Any, overrides: Sequence[str] = ()) -> None:
     from launch.job import Job
 
     run_directory.lock()

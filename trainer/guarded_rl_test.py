@@ -77,7 +77,8 @@ def until(condition: Callable[[], bool]) -> None:
 def test_a_loss_that_is_not_finite_pauses_before_the_weights_change(
     tmp_path: Path, model_dir: Path, device: Device, manager: ManagerThread
 ) -> None:
-    runner = make_runner(tmp_path, model_dir, device, manager, advantage="dr_grpo")
+    guards = GuardsConfig(max_entropy_nats=None)
+    runner = make_runner(tmp_path, model_dir, device, manager, advantage="dr_grpo", guards=guards)
     for step, reward in ((1, None), (2, HUGE), (3, None)):
         add(manager, runner, step, reward)
     seen: dict[str, Any] = {}
@@ -130,7 +131,7 @@ def test_a_batch_that_is_not_finite_leaves_no_trace_in_the_next_step(
     for name, rewards in (("with", (None, HUGE, None)), ("without", (None, None))):
         thread = ManagerThread()
         try:
-            guards = GuardsConfig(action="warn", max_entropy_nats=None)
+            guards = GuardsConfig(action="warn")
             runner = make_runner(
                 tmp_path / name, model_dir, device, thread, advantage="dr_grpo", guards=guards
             )

@@ -34,7 +34,7 @@ def make_config(tmp_path: Path, name: str, model: Path, address: str, **more: An
             "groups_per_step": 1,
             "batch_wait_s": 0.2,
             "checkpoint_every_steps": 0,
-            "guards": {"max_entropy_nats": "off"},
+            "guards": {"action": "warn"},
         },
     }
     return TrainerConfig.model_validate(settings | more)

@@ -206,8 +206,8 @@ class StageRunner:
         """Serves jobs until `stop`, then saves if that was asked and something is unsaved."""
         while not self._stopping:
             self._jobs.get()()
-        if self._save_on_stop:
-            self.save_if_changed()
+        if self._save_on_stop and self._progress != self._saved:
+            self.save()
         self.metrics.close()
 
     @property
