@@ -80,7 +80,7 @@ async def test_whole_loop_from_tasks_to_trained_batch(tmp_path: Path) -> None:
         assert list(np.frombuffer(fetched[0].token_ids, "<i4")) == [1, 2, 3, 7, 8] * 2
         assert list(fetched[0].loss_mask) == [0, 0, 0, 1, 1] * 2
         assert {s.reward for s in fetched} == {0.0, 1.0}
-        assert await lease(client, 1, timeout_s=0.3) == [], "a claimed batch is not consumed yet"
+        assert await lease(client, 1, timeout_s=1.5) == [], "a claimed batch is not consumed yet"
         ack = pb.AckBatchRequest(batch_id=batch.batch_id, step=1, weight_version=1)
         await client.ack_batch(ack)
         await client.ack_batch(ack)
@@ -157,7 +157,7 @@ async def test_versions_never_repeat_and_a_window_pauses_admission(tmp_path: Pat
         opened = await client.open_update_window(request)
         assert (await client.get_status()).update_window_phase == "buckets"
         with pytest.raises(UnavailableError):
-            await client.admit_turn(admit(attempt, "t"), timeout_s=0.5)
+            await client.admit_turn(admit(attempt, "t"), timeout_s=1.5)
         waiting = asyncio.create_task(client.admit_turn(admit(attempt, "t")))
         closed = await client.close_update_window(
             pb.CloseUpdateWindowRequest(
@@ -182,7 +182,7 @@ async def test_a_restarted_engine_asks_for_republication(tmp_path: Path) -> None
         await bed.fake_pool.restart("engine0", "test")
         assert (await waiting).republish_requested
         with pytest.raises(UnavailableError):
-            await client.admit_turn(admit(attempt, "later"), timeout_s=0.5)
+            await client.admit_turn(admit(attempt, "later"), timeout_s=1.5)
         await publish(client, 2)
         assert (await client.admit_turn(admit(attempt, "lost"))).engine == "engine0"
         assert not (await client.get_status()).republish_requested
@@ -314,7 +314,7 @@ async def test_tickets_hold_room_until_given_back_or_reclaimed(tmp_path: Path) -
         with pytest.raises(ConflictError):
             await client.admit_turn(admit(second, "a", 100, 3000))
         with pytest.raises(DeadlineError):
-            await client.admit_turn(admit(second, "b", 100, 3000), timeout_s=0.5)
+            await client.admit_turn(admit(second, "b", 100, 3000), timeout_s=1.5)
         waiting = asyncio.create_task(client.admit_turn(admit(second, "b", 100, 3000)))
         while (await client.get_status()).num_turns_queued == 0:
             await asyncio.sleep(0.01)
@@ -359,7 +359,7 @@ async def test_evaluations_come_first_are_pinned_and_never_trained(tmp_path: Pat
         waiting = asyncio.create_task(
             client.get_evaluation(pb.GetEvaluationRequest(name="base"), timeout_s=5.0)
         )
-        partial = await client.get_evaluation(pb.GetEvaluationRequest(name="base"), timeout_s=0.2)
+        partial = await client.get_evaluation(pb.GetEvaluationRequest(name="base"), timeout_s=1.5)
         assert (partial.finished, partial.num_finished) == (False, 1)
         (again,) = await lease(client, 1)
         assert again.attempt_id == leased[1].attempt_id
@@ -386,7 +386,7 @@ async def test_an_evaluation_that_lost_its_version_starts_over_when_asked(tmp_pa
         await play(client, ended, 1.0)
         asked = pb.GetEvaluationRequest(name="base")
         await bed.fake_pool.restart("engine0", "test")
-        partial = await client.get_evaluation(asked, timeout_s=0.2)
+        partial = await client.get_evaluation(asked, timeout_s=1.5)
         assert not partial.republish_requested, "engine1 serves the version still"
         waiting = asyncio.create_task(client.get_evaluation(asked, timeout_s=5.0))
         await bed.fake_pool.restart("engine1", "test")
@@ -542,7 +542,7 @@ async def test_a_pause_holds_training_attempts_and_survives_a_restart(tmp_path: 
         await client.set_admission(
             pb.SetAdmissionRequest(open=False, reason="entropy left its band", hold=True)
         )
-        assert await lease(client, 8, timeout_s=0.5) == [], "queued members wait"
+        assert await lease(client, 8, timeout_s=1.5) == [], "queued members wait"
         assert not (await play(client, running, 1.0)).requeued, "what runs may end"
         await client.start_evaluation(
             pb.StartEvaluationRequest(
@@ -577,7 +577,7 @@ async def test_too_many_unclassified_ends_pause_the_run_until_it_is_opened(tmp_p
         assert status.admission_held, "3 of 4 is above a quarter"
         assert "3 of the last 4 tries ended unclassified" in status.admission_reason
         assert status.causes == {"submitted": 1, "unclassified": 3}
-        assert await lease(client, 1, timeout_s=0.3) == []
+        assert await lease(client, 1, timeout_s=1.5) == []
         await client.set_admission(pb.SetAdmissionRequest(open=True))
         assert len(await lease(client, 1)) == 1
         assert not (await client.get_status()).admission_held, "the count starts anew"

@@ -78,7 +78,7 @@ class RolloutServicer(pb_grpc.RolloutManagerServicer):
         remaining = context.time_remaining()
         if remaining is None:
             return self._manager.config.long_poll_s
-        return max(0.0, remaining - min(0.5, 0.1 * remaining))
+        return max(0.0, remaining - min(0.5, remaining / 2))
 
     # ---- drivers
 
