@@ -30,6 +30,14 @@ _RATE_WINDOW_S = 60.0
 _PLAIN_INTERVAL_S = 10.0
 
 
+def status_row(status: rollout_pb2.GetStatusReply, time_s: float, stage: str) -> dict[str, Any]:
+    """One sample as a line of status.jsonl has it: the manager's status, Unix seconds, the stage."""
+    row: dict[str, Any] = json_format.MessageToDict(
+        status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return row | {"time_s": time_s, "stage": stage}
+
+
 class Monitor:
     """Samples in the background while entered; `stage` is what the job says that it does."""
 
@@ -88,11 +96,7 @@ class Monitor:
             self._finished.append((now, total))
             while now - self._finished[0][0] > _RATE_WINDOW_S:
                 self._finished.popleft()
-            row: dict[str, Any] = json_format.MessageToDict(
-                status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-            )
-            row["time_s"] = time.time()
-            row["stage"] = self.stage
+            row = status_row(status, time.time(), self.stage)
             # A sample that finds no room on the disk is no reason to stop watching.
             with contextlib.suppress(OSError), self._path.open("a") as file:
                 file.write(json.dumps(row) + "\n")

@@ -228,16 +228,21 @@ def evaluate(
 
 @app.command()
 def report(
-    name: Annotated[
-        str, typer.Argument(help="Name below runs/, or path; default: the newest.")
-    ] = "",
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Names below runs/, or paths; default: the newest run."),
+    ] = None,
 ) -> None:
-    """Writes report.html of a run again, from what is in its metrics/."""
+    """Writes report.html of a run again; of several runs, one page with them side by side."""
+    from launch.report.compare import write_comparison
     from launch.report.page import write_report
 
-    run_directory = _find_run(name)
-    _refresh_attempts(run_directory)
-    console.print(f"report: {write_report(run_directory.root)}", soft_wrap=True)
+    runs = [_find_run(name) for name in names or [""]]
+    for run_directory in runs:
+        _refresh_attempts(run_directory)
+    roots = [run_directory.root for run_directory in runs]
+    path = write_report(roots[0]) if len(roots) == 1 else write_comparison(roots)
+    console.print(f"report: {path}", highlight=False, soft_wrap=True)
 
 
 @tasks_app.command(name="build")

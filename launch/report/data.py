@@ -6,14 +6,19 @@ of an interrupted run is worth having.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from launch.intervals import Interval, paired_difference, pass_at_1
+
+_NOT_STEPS = ("attempts", "status", "selection")
+_TEST_POOL, _DEV_POOL = "test", "dev"
 
 Row = dict[str, Any]
 
@@ -55,20 +60,46 @@ class CounterRow:
         return f"differ: {self.known_reason}" if self.known_reason else "differ"
 
 
+@dataclass(frozen=True)
+class DevPoint:
+    """A periodic evaluation on the dev pool."""
+
+    step: int
+    sampling: str
+    weight_version: int
+    interval: Interval
+
+
 @dataclass
 class RunData:
     """Everything that the report shows."""
 
     name: str
     config_text: str = ""
+    settings: Row = field(default_factory=dict)
+    """config_text as a tree; empty where it cannot be read."""
     evaluations: list[EvaluationRow] = field(default_factory=list)
+    dev_points: list[DevPoint] = field(default_factory=list)
+    best: Row = field(default_factory=dict)
+    """step, weight_version, pass_at_1 of the checkpoint that was kept."""
     steps: dict[str, list[Row]] = field(default_factory=dict)
+    """Stage -> one row a step of the surviving lineage."""
     attempts: list[Row] = field(default_factory=list)
+    """Finished training attempts (launch/attempt_rows.py)."""
     status: list[Row] = field(default_factory=list)
+    """Samples of the manager's GetStatus."""
     counters: list[CounterRow] = field(default_factory=list)
     probe: Row = field(default_factory=dict)
+    overlap: Row = field(default_factory=dict)
+    throughput: Row = field(default_factory=dict)
     stages: list[Row] = field(default_factory=list)
     resumed_at_steps: list[int] = field(default_factory=list)
+    is_finished: bool = False
+
+    @property
+    def rl(self) -> list[Row]:
+        """Steps of reinforcement learning."""
+        return self.steps.get("rl", [])
 
     @property
     def causes(self) -> Counter[str]:
@@ -77,9 +108,9 @@ class RunData:
 
     @property
     def staleness(self) -> Counter[int]:
-        """Versions between sampling and consumption -> trajectories that were trained."""
+        """Versions between sampling and consumption -> trajectories that were consumed."""
         histogram: Counter[int] = Counter()
-        for step in self.steps.get("rl", []):
+        for step in self.rl:
             for versions, count in step.get("staleness_histogram", {}).items():
                 histogram[int(versions)] += int(count)
         return histogram
@@ -89,22 +120,32 @@ def load_run(root: Path) -> RunData:
     """Reads the run at root."""
     metrics = root / "metrics"
     state = _json(root / "state.json")
+    evaluations = _json(metrics / "evaluations.json")
     data = RunData(name=root.name)
     config = root / "config.toml"
     data.config_text = config.read_text() if config.exists() else ""
-    data.evaluations = evaluation_rows(_json(metrics / "evaluations.json"))
+    with contextlib.suppress(tomllib.TOMLDecodeError):
+        data.settings = tomllib.loads(data.config_text)
+    data.evaluations = evaluation_rows(evaluations)
+    data.dev_points = dev_points(evaluations) or candidates(
+        _json_lines(metrics / "selection.jsonl")
+    )
     for path in sorted(metrics.glob("*.jsonl")):
-        if path.stem not in ("attempts", "status"):
+        if path.stem not in _NOT_STEPS:
             data.steps[path.stem] = _last_per_step(_json_lines(path))
     data.attempts = list(_json_lines(metrics / "attempts.jsonl"))
-    data.status = list(_json_lines(metrics / "status.jsonl"))
+    data.status = [row for row in _json_lines(metrics / "status.jsonl") if "time_s" in row]
     reason = why_counts_differ(_json(metrics / "restarts.json"))
     data.counters = [
         CounterRow(what, sides, reason) for what, sides in _json(metrics / "counters.json").items()
     ]
+    data.best = _json(metrics / "best.json")
     data.probe = _json(metrics / "probe.json")
+    data.overlap = _json(metrics / "overlap.json")
+    data.throughput = _json(metrics / "throughput.json")
     data.stages = list(state.get("stages", []))
     data.resumed_at_steps = list(state.get("resumed_at_steps", []))
+    data.is_finished = bool(state.get("finished"))
     return data
 
 
@@ -119,17 +160,42 @@ def why_counts_differ(restarts: Mapping[str, Any]) -> str:
     return "; ".join(words)
 
 
+def dev_points(evaluations: Mapping[str, Row]) -> list[DevPoint]:
+    """Scored evaluations on the dev pool that name an RL step, in the order of steps; the last of each."""
+    points: dict[tuple[int, str], DevPoint] = {}
+    for evaluation in evaluations.values():
+        if evaluation.get("pool", _TEST_POOL) != _DEV_POOL or evaluation.get("step") is None:
+            continue
+        interval = pass_at_1({task["task_id"]: task["rewards"] for task in evaluation["tasks"]})
+        if interval is not None:
+            step, sampling = int(evaluation["step"]), _sampling(evaluation)
+            version = int(evaluation["weight_version"])
+            points[step, sampling] = DevPoint(step, sampling, version, interval)
+    return [points[key] for key in sorted(points)]
+
+
+def candidates(rows: Iterable[Row]) -> list[DevPoint]:
+    """What the trainer knows of its evaluations while RL goes on: no intervals yet."""
+    points = {}
+    for row in rows:
+        if {"step", "weight_version", "pass_at_1", "temperature"} <= set(row):
+            mean = float(row["pass_at_1"])
+            interval = Interval(mean, mean, mean, int(row.get("num_tasks", 0)))
+            points[row["step"]] = DevPoint(
+                row["step"], _sampling(row), row["weight_version"], interval
+            )
+    return [points[step] for step in sorted(points)]
+
+
 def evaluation_rows(evaluations: Mapping[str, Row]) -> list[EvaluationRow]:
-    """Rows in the order of evaluation; gains pair a stage with the one before it."""
+    """Rows of the test pool in the order of evaluation; gains pair a stage with the one before."""
     rows: list[EvaluationRow] = []
     before: dict[str, dict[str, list[float]]] = {}
     for evaluation in evaluations.values():
-        if evaluation.get("pool", "test") != "test":
+        if evaluation.get("pool", _TEST_POOL) != _TEST_POOL:
             continue  # chose the checkpoint, so it is not held out
         rewards = {task["task_id"]: task["rewards"] for task in evaluation["tasks"]}
-        sampling = (
-            "greedy" if evaluation["temperature"] == 0 else f"T={evaluation['temperature']:g}"
-        )
+        sampling = _sampling(evaluation)
         previous = before.get(sampling)
         causes: Counter[str] = Counter()
         for task in evaluation["tasks"]:
@@ -149,19 +215,26 @@ def evaluation_rows(evaluations: Mapping[str, Row]) -> list[EvaluationRow]:
     return rows
 
 
+def _sampling(evaluation: Row) -> str:
+    temperature = evaluation["temperature"]
+    return "greedy" if temperature == 0 else f"T={temperature:g}"
+
+
 def _last_per_step(rows: Iterator[Row]) -> list[Row]:
     """After a resume a step may be there twice; the surviving lineage is the later one."""
     by_step: dict[int, Row] = {}
     for row in rows:
-        by_step[int(row["step"])] = row
+        if isinstance(row.get("step"), int):
+            by_step[row["step"]] = row
     return [by_step[step] for step in sorted(by_step)]
 
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        value = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
