@@ -80,13 +80,6 @@ async def replay(
       ReplayDiffers: without overrides, a value is not the same.
       ProcessFailed, JobFailed: it could not be replayed.
     """
-    recorded_changes = changed_settings(run)
-    for step, override in recorded_changes:
-        console.print(
-            f"{override} was set after step {step} of the run: the replay has it from the start",
-            highlight=False,
-            soft_wrap=True,
-        )
     recorded = read_steps(run.metrics / f"{STAGE}.jsonl")
     num_steps = num_steps or len(recorded)
     if not recorded or num_steps > recipe.rl.num_steps:
@@ -95,13 +88,15 @@ async def replay(
             f"{recipe.rl.num_steps}: nothing to replay {num_steps} steps from"
         )
     deployment = Deployment(recipe, run)  # a bad setting leaves no folder behind
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        raise UsageError(f"--name {name!r}: want letters, digits, `.`, `_` and `-`")
-    target = RunDirectory(run.root / "replays" / name)
-    if target.root.exists():
-        raise UsageError(f"{target.root} exists: choose another --name")
-    target.create()
+    target = _make_folder(run, name)
     console.print(f"replay: {target.root}", highlight=False, soft_wrap=True)
+    recorded_changes = changed_settings(run)
+    for step, override in recorded_changes:
+        console.print(
+            f"{override} was set after step {step} of the run: the replay has it from the start",
+            highlight=False,
+            soft_wrap=True,
+        )
     await _train(deployment, recipe, target, num_steps, console)
     steps = recorded[:num_steps]
     replayed = read_steps(target.metrics / f"{STAGE}.jsonl")[:num_steps]
@@ -119,6 +114,20 @@ async def replay(
             f"the replay differs from the run at step {first.step}: {first.metric} was "
             f"{first.recorded!r} and is {first.replayed!r} ({target.root}/comparison.json has all)"
         )
+
+
+def _make_folder(run: RunDirectory, name: str) -> RunDirectory:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise UsageError(f"--name {name!r}: want letters, digits, `.`, `_` and `-`")
+    target = RunDirectory(run.root / "replays" / name)
+    if target.root.exists():
+        raise UsageError(f"{target.root} exists: choose another --name")
+    try:
+        for path in (target.logs, target.metrics, target.processes):
+            path.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"cannot write {target.root}: {error.strerror}") from error
+    return target
 
 
 def changed_settings(run: RunDirectory) -> list[tuple[int, str]]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 _OURS = re.compile(r"swe_rl|sglang|sgl_")
-_OWNER = re.compile(r"swe_rl[a-z_]*[-_]([0-9]+)(?=[-_]|$)")
-"""The process id in names such as swe_rl-PID-... and swe_rl_ws_PID_..."""
+_OWNER = re.compile(r"swe_rl[a-z_-]*[-_]([0-9]+)(?=[-_]|$)")
+"""The process id in names such as swe_rl-PID-..., swe_rl-launch-PID and swe_rl_ws_PID_..."""
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _SHM = Path("/dev/shm")
 _TMP = Path("/tmp")
