@@ -137,7 +137,7 @@ async def test_released_sandbox_is_a_failure_of_ours(rig: AttemptRig, tmp_path: 
 
     rig.gateway.sessions[KEY] = answer  # type: ignore[assignment]
     cause, reward, report = await rig.run(fakes.write_task(tmp_path))
-    assert (cause, reward) == ("CAUSE_SANDBOX_FAILED", None), report
+    assert (cause, reward, report.backend_away) == ("CAUSE_SANDBOX_FAILED", None, True), report
 
 
 async def test_sixteen_at_a_time(rig: AttemptRig, tmp_path: Path) -> None:

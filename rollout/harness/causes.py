@@ -62,7 +62,8 @@ class Evidence:
     """That failure was the sandbox's own death, as its broker says: not a lease that was lost, and
     not a broker that went away."""
     backend_away: bool = False
-    """That failure tells of the whole broker: it could not be reached, or refused every start."""
+    """That failure tells of the whole broker: it could not be reached, refused every start, or lost
+    a lease that was being renewed."""
     agent_oom: bool = False
     """The kernel killed something for memory during the agent's last command."""
     verdict: Verdict | None = None

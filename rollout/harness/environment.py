@@ -45,6 +45,8 @@ from sandbox.client import (
     SandboxClient,
     SandboxDiedError,
     SandboxError,
+    StaleEpochError,
+    UnknownLeaseError,
 )
 from sandbox.client import ExecResult as ClientExecResult
 
@@ -62,8 +64,11 @@ _RESOURCES = EnvironmentResourceCapabilities(
     memory_limit=True, cpu_limit=True, fractional_cpus=True
 )
 _DEFAULT_TIMEOUT_S = 600.0
-_AWAY_AT_START = (BrokerAwayError, BackendBusyError, CapacityError, DeadlineError)
-"""While a sandbox is being started these too tell of the backend: no attempt has touched it yet."""
+_AWAY = (BrokerAwayError, UnknownLeaseError, StaleEpochError)
+"""Failures that tell of the broker and not of the attempt. A lease that is lost while it is being
+renewed is one: the broker was restarted, or is too slow."""
+_AWAY_AT_START = (*_AWAY, BackendBusyError, CapacityError, DeadlineError)
+"""While a sandbox is being started these too: no attempt has touched it yet."""
 
 
 class BrokerEnvironment(BaseEnvironment):
@@ -155,7 +160,7 @@ class BrokerEnvironment(BaseEnvironment):
         starting = self._session is None
         record.failed_phase = record.phase.value
         record.sandbox_died = isinstance(error, SandboxDiedError)
-        record.backend_away = isinstance(error, _AWAY_AT_START if starting else BrokerAwayError)
+        record.backend_away = isinstance(error, _AWAY_AT_START if starting else _AWAY)
 
     async def _fill(self, tar: bytes) -> None:
         started = time.monotonic()
