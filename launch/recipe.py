@@ -184,6 +184,13 @@ def validated(model: type[M], values: Mapping[str, Any], where: str) -> M:
         raise UsageError(_explain(model, error, where)) from error
 
 
+def to_toml(recipe: Recipe) -> str:
+    """The recipe as a file that load_recipe reads."""
+    import tomli_w
+
+    return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))
+
+
 def _explain(model: type[BaseModel], error: ValidationError, where: str) -> str:
     problems = error.errors()
     first = problems[0]

@@ -29,6 +29,7 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
+from launch import changed_settings
 from launch.deploy import Deployment, server_spec
 from launch.errors import JobFailed, ReplayDiffers, UsageError
 from launch.ports import choose_ports
@@ -43,7 +44,7 @@ from trainer.config import TrainerConfig
 
 STAGE = "rl"
 _REPLAYED_SETTINGS = ("trainer.", "run.", "rl.num_steps", "rl.max_staleness")
-_UNTRAINED = ("--run.", "--trainer.rl.guards.", "--trainer.rl.checkpoint_every_steps=")
+_UNTRAINED = ("run.", "trainer.rl.guards.", "trainer.rl.checkpoint_every_steps=")
 """Settings on which no number of a step depends."""
 _POLL_S = 0.2
 _PROGRESS_S = 10.0
@@ -90,10 +91,14 @@ async def replay(
     deployment = Deployment(recipe, run)  # a bad setting leaves no folder behind
     target = _make_folder(run, name)
     console.print(f"replay: {target.root}", highlight=False, soft_wrap=True)
-    recorded_changes = changed_settings(run)
-    for step, override in recorded_changes:
+    changed = [o for o in overrides if _is_trained(o)]
+    for change in changed_settings.changes(run):
+        if not _is_trained(change.override):
+            continue
+        changed.append(change.override)
         console.print(
-            f"{override} was set after step {step} of the run: the replay has it from the start",
+            f"{change.override} was set after step {change.after_step} of the run: the replay has "
+            "it from the start",
             highlight=False,
             soft_wrap=True,
         )
@@ -107,7 +112,6 @@ async def replay(
         )
     write_json(target.root / "comparison.json", dataclasses.asdict(comparison))
     show(comparison, steps, replayed, console)
-    changed = [o for o in overrides if not o.startswith(_UNTRAINED)] or recorded_changes
     if not comparison.equal and not changed:
         first = comparison.differences[0]
         raise ReplayDiffers(
@@ -130,15 +134,10 @@ def _make_folder(run: RunDirectory, name: str) -> RunDirectory:
     return target
 
 
-def changed_settings(run: RunDirectory) -> list[tuple[int, str]]:
-    """(RL steps done, override) of each setting that a resume changed and a step depends on."""
-    return [
-        (int(change["after_step"]), override)
-        for change in run.load_state().get("changed_settings", [])
-        for override in change["settings"]
-        if override.removeprefix("--").startswith(_REPLAYED_SETTINGS)
-        and not override.startswith(_UNTRAINED)
-    ]
+def _is_trained(override: str) -> bool:
+    """True for a setting on which the numbers of a step depend."""
+    name = override.removeprefix("--")
+    return name.startswith(_REPLAYED_SETTINGS) and not name.startswith(_UNTRAINED)
 
 
 async def _train(

@@ -27,8 +27,6 @@ from rich.console import Console
 from launch.errors import LaunchError, UsageError
 
 _COMMANDS = ("run", "resume", "replay", "eval", "report", "tasks")
-_FIXED = ("run.name=", "run.directory=", "run.seed=", "tasks.")
-"""Settings that a run that has begun cannot change: its folders were made with them."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 _EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -116,7 +114,7 @@ def run(
 ) -> None:
     """Runs the job of a recipe: `@ NAME` or `@ PATH.toml`, then `--section.field=value`s; default: cpu."""
     from launch.deploy import Deployment
-    from launch.recipe import load_recipe
+    from launch.recipe import load_recipe, to_toml
     from launch.run_directory import RunDirectory
 
     source, overrides = _split_recipe(context.args)
@@ -131,10 +129,10 @@ def run(
     deployment = Deployment(recipe, run_directory)  # a bad setting leaves no folder behind
     if dry_run:
         resolved = recipe.model_copy(update=deployment.resolved())
-        console.print(_toml(resolved), highlight=False, markup=False, soft_wrap=True)
+        console.print(to_toml(resolved), highlight=False, markup=False, soft_wrap=True)
         return
     run_directory.create()
-    run_directory.config.write_text(_toml(recipe))
+    run_directory.config.write_text(to_toml(recipe))
     _job(recipe, run_directory, deployment)
 
 
@@ -145,12 +143,13 @@ def resume(context: typer.Context) -> None:
     `[RUN] [--section.field=value ...]`: the name below runs/, or a path; default: the newest.
     Settings given here are the run's from then on.
     """
+    from launch import changed_settings
     from launch.deploy import Deployment
     from launch.pause import let_go_on
     from launch.recipe import load_recipe
 
     name, overrides = _split_run(context.args)
-    _check_changes(overrides)
+    changed_settings.check(overrides)
     run_directory = _find_run(name)
     if run_directory.is_locked():
         if overrides:
@@ -274,12 +273,13 @@ def tasks_validate(
 
 
 def _job(recipe: Any, run_directory: Any, deployment: Any, overrides: Sequence[str] = ()) -> None:
+    from launch import changed_settings
     from launch.job import Job
 
     run_directory.lock()
     try:
         if overrides:
-            _change_settings(run_directory, recipe, overrides)
+            changed_settings.apply(run_directory, recipe, overrides)
         console.print(f"run: {run_directory.root}", highlight=False, soft_wrap=True)
         try:
             _execute(Job(recipe, run_directory, deployment, console).run())
@@ -339,35 +339,6 @@ def _find_run(name: str, holding: str = "config.toml") -> Any:
             f"no run below {_workdir() / 'runs'} with {holding}: `swe_rl run` makes one"
         )
     return RunDirectory(runs[-1].absolute())
-
-
-def _check_changes(overrides: Sequence[str]) -> None:
-    """Raises UsageError for a setting that the run has used up by now."""
-    for override in overrides:
-        if override.removeprefix("--").startswith(_FIXED):
-            raise UsageError(
-                f"cannot change {override.removeprefix('--')} of a run that has begun: start another"
-            )
-
-
-def _change_settings(run_directory: Any, recipe: Any, overrides: Sequence[str]) -> None:
-    """Makes the recipe the run's, and notes in its state after which RL step that was."""
-    from launch.replay_comparison import read_steps
-
-    state = run_directory.load_state()
-    after = len(read_steps(run_directory.metrics / "rl.jsonl"))
-    change = {"after_step": after, "settings": list(overrides)}
-    state.setdefault("changed_settings", []).append(change)
-    run_directory.save_state(state)
-    written = run_directory.config.with_suffix(".new")
-    written.write_text(_toml(recipe))
-    written.replace(run_directory.config)
-
-
-def _toml(recipe: Any) -> str:
-    import tomli_w
-
-    return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))
 
 
 def main() -> int:

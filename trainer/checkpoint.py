@@ -25,7 +25,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from trainer.errors import CorruptCheckpointError
+from trainer.errors import BadRequestError, CorruptCheckpointError
 from trainer.step import Learner
 
 _log = logging.getLogger(__name__)
@@ -124,18 +124,24 @@ class CheckpointStore:
         return [path for path in older if path not in ends.values()]
 
 
-def newest_before_rl(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint of a run that no RL step has changed; None if there is none.
+def start_of_rl(folder: Path) -> Checkpoint:
+    """The newest checkpoint of a run that no RL step has changed.
 
     Raises:
-      CorruptCheckpointError: its files do not match its manifest.
+      BadRequestError: there is none, or its files do not match its manifest.
     """
-    paths = sorted(p for p in folder.glob("[0-9]*") if p.is_dir())
-    for path in reversed(paths):
+    for path in sorted((p for p in folder.glob("[0-9]*") if p.is_dir()), reverse=True):
         progress = _progress(path)
-        if progress is not None and progress.rl_step == 0:
+        if progress is None or progress.rl_step:
+            continue
+        try:
             return verify(path)
-    return None
+        except CorruptCheckpointError as error:
+            raise BadRequestError(f"a replay cannot start: {error}") from error
+    raise BadRequestError(
+        f"{folder} has no checkpoint from before the RL stage, from which a replay starts: the run "
+        "was made with trainer.keep_stage_ends = false, or the folder was cleaned"
+    )
 
 
 def load_model(learner: Learner, checkpoint: Checkpoint) -> None:

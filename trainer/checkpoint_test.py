@@ -116,6 +116,5 @@ def test_the_end_of_each_stage_is_kept_beside_the_newest(
     kept = ["000002-pretrain-10", "000005-sft-5", "000007-rl-2"]
     assert [p.name for p in store.paths()] == kept
     assert [p.stage_step for p in store.progress_of_newest()] == [2]
-    start = checkpoint.newest_before_rl(tmp_path / "checkpoints")
-    assert start is not None
+    start = checkpoint.start_of_rl(tmp_path / "checkpoints")
     assert start.progress == Progress("sft", 5, 0, 2, ("pretrain", "sft"))

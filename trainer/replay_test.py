@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollout.client import write_sequences
-from trainer.checkpoint import CheckpointStore, newest_before_rl
+from trainer.checkpoint import CheckpointStore, start_of_rl
 from trainer.config import TrainerConfig
 from trainer.device import Device
 from trainer.errors import BadRequestError
@@ -132,8 +132,7 @@ def test_the_start_of_rl_is_kept_however_long_the_stage(
     folder = tmp_path / "run" / "checkpoints"
     kept = [path.name.partition("-")[2] for path in CheckpointStore(folder, 1).paths()]
     assert kept == ["sft-2", "rl-4"]
-    found = newest_before_rl(folder)
-    assert found is not None
+    found = start_of_rl(folder)
     assert (found.progress.stage, found.progress.rl_step) == ("sft", 0)
 
 

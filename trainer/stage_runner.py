@@ -27,12 +27,11 @@ from rollout.client import RolloutError
 from trainer import batch as batching
 from trainer import checkpoint as checkpoints
 from trainer import gap, hf_export
-from trainer.checkpoint import Checkpoint, CheckpointStore, Progress
+from trainer.checkpoint import CheckpointStore, Progress
 from trainer.config import TrainerConfig
 from trainer.device import Device
 from trainer.errors import (
     BadRequestError,
-    CorruptCheckpointError,
     PublishFailedError,
     StageConflictError,
     StoppedError,
@@ -97,7 +96,7 @@ class StageRunner:
         )
         self._loaded = self._store.latest()
         if self._loaded is None and config.replay_of is not None:
-            self._loaded = _start_of_rl(config.replay_of)
+            self._loaded = checkpoints.start_of_rl(config.replay_of / "checkpoints")
         self._progress = Progress()
         if self._loaded is None:
             policy.load_hf()
@@ -432,17 +431,3 @@ class StageRunner:
     def _check_stop(self) -> None:
         if self._stopping:
             raise StoppedError("the trainer was told to stop")
-
-
-def _start_of_rl(run_dir: Path) -> Checkpoint:
-    """What the RL stage of a run began with. Raises BadRequestError when it is not there."""
-    try:
-        found = checkpoints.newest_before_rl(run_dir / "checkpoints")
-    except CorruptCheckpointError as error:
-        raise BadRequestError(f"a replay cannot start: {error}") from error
-    if found is None:
-        raise BadRequestError(
-            f"{run_dir}/checkpoints has none from before the RL stage, from which a replay starts: "
-            "it was made with trainer.keep_stage_ends = false, or the folder was cleaned"
-        )
-    return found
