@@ -45,7 +45,7 @@ async def overlap(rollout: RolloutClient, metrics: Path, max_staleness: int) -> 
     """Writes metrics/overlap.json (launch/overlap.py defines it) from every attempt's turns."""
     steps = rl_steps(metrics)
     timeline = Timeline(steps)
-    summaries = await _all_attempts(rollout, load_evaluations(metrics))
+    summaries = await every_attempt(rollout, load_evaluations(metrics))
     ids = [
         s.ref.attempt_id
         for s in summaries
@@ -84,9 +84,7 @@ async def restarts(rollout: RolloutClient, deployment: Deployment, metrics: Path
     """
     again = dict(deployment.supervisor.restarts())
     again |= {e.name: e.num_restarts for e in (await rollout.get_status()).engines}
-    summaries = list(await rollout.list_attempts())
-    for name in load_evaluations(metrics):
-        summaries += await rollout.list_attempts(evaluation=name)
+    summaries = await every_attempt(rollout, load_evaluations(metrics))
     write_json(
         metrics / "restarts.json",
         {
@@ -106,7 +104,7 @@ async def compare_counters(
     manager = await _settled_status(rollout)
     summaries = [
         s
-        for s in await _all_attempts(rollout, evaluations)
+        for s in await every_attempt(rollout, evaluations)
         if s.ref.finished_at.ToMicroseconds() > 1e6 * deployment.started_at
     ]
     before = deployment.at_start
@@ -141,9 +139,10 @@ async def compare_counters(
     }
 
 
-async def _all_attempts(
+async def every_attempt(
     rollout: RolloutClient, evaluations: dict[str, Any]
 ) -> list[rollout_pb2.AttemptSummary]:
+    """Finished training attempts, then those of each evaluation."""
     summaries = list(await rollout.list_attempts())
     for name in evaluations:
         summaries += await rollout.list_attempts(evaluation=name)

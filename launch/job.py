@@ -34,7 +34,13 @@ from rich.markup import escape
 from launch import collect, programs, throughput
 from launch.deploy import Deployment
 from launch.errors import JobFailed
-from launch.evaluation import evaluate, evaluation_name, is_evaluated, record_periodic
+from launch.evaluation import (
+    evaluate,
+    evaluation_name,
+    is_evaluated,
+    load_evaluations,
+    record_periodic,
+)
 from launch.monitor import Monitor
 from launch.overlap import Timeline
 from launch.pause import PauseWatch
@@ -332,14 +338,15 @@ class Job:
         """Sets RL's rate beside that of the engines alone. A run whose comparison fails is told so
         and stays as good as it was.
         """
-        settings = self._recipe.evaluation
+        settings, metrics = self._recipe.evaluation, self._run.metrics
+        evaluations = load_evaluations(metrics)
         async with self._step("generate only"):
             try:
                 await throughput.measure(
                     self._run,
                     self._deployment.manager_address,
-                    await self._patiently(rollout.list_attempts),
-                    Timeline(collect.rl_steps(self._run.metrics)),
+                    await self._patiently(lambda: collect.every_attempt(rollout, evaluations)),
+                    Timeline(collect.rl_steps(metrics)),
                     num_trajectories=settings.generate_only_trajectories * self._turns_are_kept,
                     concurrency=self._deployment.num_slots,
                     time_limit_s=settings.generate_only_time_limit_s,

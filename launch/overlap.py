@@ -3,11 +3,13 @@
 Owner of the definitions in `metrics/overlap.json`. Pure: the trainer's spans of each RL step
 (`metrics/rl.jsonl`) and the times of durable turns come in, figures go out.
 
-    RL wall        the RL steps, each from the start of its wait to its end. Time between two
-                   steps (a restart, a pause) belongs to none and is left out.
+    RL wall        from the start of the first RL step to the end of the last. Time between two
+                   steps of different lineages is left out: a trainer was started again.
     trainer step   of it, `logprob` and `update`: log-probs, forward, backward, optimizer.
     publish        of it, `publish`: the window pauses the engines on purpose, so it is told apart.
-    outside        the rest: waiting for a batch, fetching it, acknowledging, reporting.
+    outside        of it, the rest of a step: waiting for a batch, fetching it, acknowledging.
+    between        of it, what lies between steps: checkpoints, evaluations on dev tasks, a guard's
+                   pause. Told apart: the trainer neither computes nor waits for a batch.
 
 A turn's sampled tokens count as spread evenly over its time in the engine, from admission to
 answer (prefill and update windows included). Turns last longer than the edges of a step are
@@ -25,7 +27,7 @@ from typing import Any
 STEP_PARTS = frozenset({"logprob", "update"})
 PUBLISH_PART = "publish"
 WAIT_PART = "wait"
-_KINDS = ("step", "publish", "outside")
+_KINDS = ("step", "publish", "outside", "between")
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,16 @@ class Timeline:
 
     def __init__(self, steps: Iterable[Mapping[str, Any]]) -> None:
         """Args: rows of metrics/rl.jsonl; those without `spans` are left out."""
-        self.num_steps = 0
+        measured = sorted((s for s in steps if s.get("spans")), key=lambda s: s["spans"][0][1])
+        self.num_steps = len(measured)
         self.wait_s = 0.0
         self._segments: list[tuple[float, float, str]] = []
-        for step in steps:
-            spans = step.get("spans") or []
-            self.num_steps += bool(spans)
+        lineage = None
+        for step in measured:
+            spans = step["spans"]
+            if self._segments and step.get("lineage") == lineage:
+                self._segments.append((self._segments[-1][1], float(spans[0][1]), "between"))
+            lineage = step.get("lineage")
             for part, began, ended in spans:
                 self._segments.append((float(began), float(ended), _kind(part)))
                 self.wait_s += (ended - began) * (part == WAIT_PART)
@@ -64,12 +70,12 @@ class Timeline:
         return sum(end - begin for begin, end, k in self._segments if k == kind)
 
     def covers(self, at: float) -> bool:
-        """True when a moment (Unix seconds) lies inside an RL step."""
+        """True when a moment (Unix seconds) belongs to RL."""
         index = bisect.bisect_left(self._ends, at)
         return index < len(self._segments) and self._segments[index][0] <= at
 
     def touches(self, began_at: float, ended_at: float) -> bool:
-        """True when some of the time between two moments lies inside an RL step."""
+        """True when some of the time between two moments belongs to RL."""
         return any(True for _ in self._touching(began_at, ended_at))
 
     def tokens(self, turns: Iterable[DecodedTurn]) -> dict[str, float]:
@@ -122,9 +128,11 @@ def measure(
         "trainer_step_s": timeline.seconds("step"),
         "publish_s": timeline.seconds("publish"),
         "outside_s": timeline.seconds("outside"),
+        "between_steps_s": timeline.seconds("between"),
         "sampled_tokens_in_trainer_steps": tokens["step"],
         "sampled_tokens_in_publish": tokens["publish"],
         "sampled_tokens_outside": tokens["outside"],
+        "sampled_tokens_between_steps": tokens["between"],
         "engine_tokens_per_s": _over(sum(tokens.values()), wall_s),
         "engine_tokens_per_s_in_trainer_steps": rates["step"],
         "engine_tokens_per_s_in_publish": rates["publish"],

@@ -5,8 +5,9 @@ groups of its finished valid trajectories, evenly spaced over the stage, are sam
 `rollout.generate_only`: the same engines, the same numbers of prompt and sampled ids, as many
 trajectories at a time as the harness has slots, and nothing else on the machine but idle services.
 
-    rl_trajectories_per_s             valid training attempts that finished within the RL wall
-                                      (launch/overlap.py), over that wall
+    rl_trajectories_per_s             valid attempts that finished within the RL wall
+                                      (launch/overlap.py), over that wall; evaluations during RL
+                                      are in both
     generate_only_trajectories_per_s  sampled tokens/s of the replay over the mean sampled
                                       tokens of the trajectories replayed
     ratio                             the first over the second: what remains of the engines'
@@ -31,7 +32,7 @@ _PROGRAM_SLACK_S = 60.0
 def valid_in_rl(
     attempts: Sequence[rollout_pb2.AttemptSummary], timeline: Timeline
 ) -> list[rollout_pb2.AttemptSummary]:
-    """Training attempts with a reward and trained tokens that finished within an RL step."""
+    """Attempts with a reward and sampled tokens to train that finished within the RL wall."""
     return [
         a
         for a in attempts
@@ -42,8 +43,11 @@ def valid_in_rl(
 
 
 def chosen(valid: Sequence[rollout_pb2.AttemptSummary], num_trajectories: int) -> list[str]:
-    """Ids of about `num_trajectories` attempts: whole groups, evenly spaced over the stage."""
+    """Ids of about `num_trajectories` attempts: whole groups, evenly spaced over the stage.
+    Evaluations' attempts are in no group and left out.
+    """
     groups: dict[str, list[str]] = {}
+    valid = [attempt for attempt in valid if attempt.ref.group_id]
     for attempt in valid:
         groups.setdefault(attempt.ref.group_id, []).append(attempt.ref.attempt_id)
     members = list(groups.values())

@@ -43,4 +43,7 @@ def test_whole_groups_are_taken_from_all_over_the_stage() -> None:
     assert chosen(valid, 8) == [f"g{g}-{m}" for g in (0, 2, 4, 6) for m in range(2)]
     assert chosen(valid, 1) == ["g0-0", "g0-1"]
     assert chosen(valid, 99) == [a.ref.attempt_id for a in valid]
-    assert chosen([], 8) == []
+    evaluated = attempt(9, 0)
+    evaluated.ref.group_id = ""
+    assert chosen([*valid, evaluated], 99) == chosen(valid, 99)
+    assert chosen([], 8) == chosen([evaluated], 8) == []
