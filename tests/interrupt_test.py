@@ -55,6 +55,8 @@ def test_an_interrupted_run_is_resumed_to_its_table(tmp_path):
     wait_for(command, tmp_path, reinforcing)
     command.interrupt()
     assert command.finish(90).left == {}
+    assert "not finished" in (run_root(tmp_path) / "report.html").read_text()
+    assert len((run_root(tmp_path) / "metrics" / "attempts.jsonl").read_text().splitlines()) >= 8
     outcome = swe_rl(tmp_path, "resume", timeout_s=_TIMEOUT_S)
     assert outcome.code == 0, outcome.out[-3000:] + outcome.err[-3000:]
     assert outcome.left == {}

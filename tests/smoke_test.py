@@ -60,6 +60,40 @@ def test_every_attempt_ended_with_a_scored_cause(finished):
     assert all(attempt["reward"] in (0.0, 1.0) for attempt in attempts)
 
 
+def test_the_ledger_and_the_trainer_tell_the_same_of_what_was_trained(finished):
+    metrics = finished[1] / "metrics"
+    attempts = [json.loads(line) for line in (metrics / "attempts.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in _lines(finished[1])]
+    trained = [a for a in attempts if a["num_tokens_trained"]]
+    assert {a["group_state"] for a in trained} == {"trained"}
+    assert len(trained) == sum(s["num_trajectories"] for s in steps)
+    assert sum(a["num_tokens_trained"] for a in trained) == sum(
+        s["num_trained_tokens"] for s in steps
+    )
+    assert {a["group_state"] for a in attempts} <= {"trained", "dropped", "ready"}
+    assert all(bool(a["group_reason"]) == (a["group_state"] == "dropped") for a in attempts)
+
+
+def test_the_worker_the_gateway_and_the_manager_agree_on_an_attempts_time(finished):
+    lines = (finished[1] / "metrics" / "attempts.jsonl").read_text().splitlines()
+    for attempt in map(json.loads, lines):
+        inside = attempt["queued_time_s"] + attempt["generating_time_s"]
+        assert 0 < inside <= attempt["model_time_s"] + 0.01
+        assert attempt["window_paused_time_s"] <= attempt["generating_time_s"] + 0.01
+        assert attempt["grading_environment_time_s"] <= attempt["environment_time_s"]
+        worker = ("environment", "model", "tool", "verifier", "overhead")
+        assert sum(attempt[f"{part}_time_s"] for part in worker) <= attempt["duration_s"] + 0.01
+
+
+def test_two_runs_are_put_side_by_side(finished):
+    _, root = finished
+    outcome = swe_rl(root.parent.parent, "report", root.name, str(root), timeout_s=60)
+    assert outcome.code == 0, outcome.err
+    page = root.parent / f"compare-{root.name}-{root.name}.html"
+    assert outcome.out.split() == ["report:", str(page)]
+    assert 'id="step-breakdown"' in page.read_text()
+
+
 def test_versions_are_on_every_step_and_grow(finished):
     lines = (finished[1] / "metrics" / "rl.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]

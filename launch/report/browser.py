@@ -1,7 +1,7 @@
 """A real headless browser for tests, driven over the DevTools protocol by a pair of pipes.
 
-Owner: one test. No port is opened and nothing is left: the profile lies in the given folder,
-and the browser ends when its pipe closes, also when the test is killed. Everything that a page
+Owner: one test. No port is opened and nothing is left: the browser ends when its pipe closes,
+also when the test is killed, and its files lie in the given folder. Everything that a page
 logs, throws or asks the network for is kept.
 
     test --fd 3--> chromium    JSON messages, each ended by a zero byte
@@ -17,6 +17,7 @@ import queue
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -100,10 +101,11 @@ class Browser:
     """A browser process. `close` it, or use it as a context manager."""
 
     def __init__(self, folder: Path) -> None:
-        """Starts the browser with its profile, home and temporary files below `folder`."""
+        """Starts the browser with its profile, home and log below `folder`."""
         self._profile = folder / "profile"
-        for name in ("profile", "tmp"):
-            (folder / name).mkdir(parents=True, exist_ok=True)
+        self._profile.mkdir(parents=True)
+        # A socket lies in it, and a socket's path may not be long.
+        self._sockets = tempfile.mkdtemp(prefix="browser")
         command_read, self._command_write = os.pipe()
         self._event_read, event_write = os.pipe()
         redirect = f'exec "$@" 3<&{command_read} 4>&{event_write}'
@@ -116,7 +118,7 @@ class Browser:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, "HOME": str(folder), "TMPDIR": str(folder / "tmp")},
+                env={**os.environ, "HOME": str(folder), "TMPDIR": self._sockets},
             )  # fmt: skip
         os.close(command_read)
         os.close(event_write)
@@ -194,6 +196,7 @@ class Browser:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        shutil.rmtree(self._sockets, ignore_errors=True)
 
     def processes(self) -> list[str]:
         """Command lines of processes that name this browser's profile."""

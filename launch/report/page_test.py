@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -55,10 +53,8 @@ _BROKEN_TEXT = """
 
 
 @pytest.fixture(scope="module", name="folder")
-def folder_fixture():
-    folder = Path(tempfile.mkdtemp(prefix="report"))
-    yield folder
-    shutil.rmtree(folder)
+def folder_fixture(tmp_path_factory):
+    return tmp_path_factory.mktemp("report")
 
 
 @pytest.fixture(scope="module", name="browser")

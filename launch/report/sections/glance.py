@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 
 from launch.report import failures, masking, steps, trajectories
@@ -155,12 +156,15 @@ def _ess(data: RunData) -> Tile | None:
     points = [y for _, y in steps.curve(data.rl, "ess_token_raw_rollout_to_trainer")]
     if not points:
         return None
-    gap = [y for _, y in steps.curve(data.rl, "gap_total_mean_nats")]
-    note = f"least of {len(points)} steps" + (f"; gap {number(gap[-1])} nats" if gap else "")
     least = min(points)
-    # Three digits hide what matters near 1.
-    value = f"{least:.4f}" if least > 0.99 else f"{least:.3f}"
-    return Tile("ESS, by token", value, note, "#ess", "bad" if least < _BAD_ESS else "")
+    note = f"least of {len(points)} steps; median {_near_one(statistics.median(points))}"
+    tone = "bad" if least < _BAD_ESS else ""
+    return Tile("ESS, by token", _near_one(least), note, "#ess", tone)
+
+
+def _near_one(share: float) -> str:
+    """Three digits hide what matters near 1."""
+    return f"{share:.4f}" if share > 0.99 else f"{share:.3f}"
 
 
 def _failed(data: RunData) -> Tile | None:

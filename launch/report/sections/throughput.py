@@ -203,15 +203,23 @@ OVERLAP_ROWS = {
     "trainer_wait_s": ("trainer waits", "s"),
     "trainer_step_s": ("trainer computes", "s"),
     "publish_s": ("publishing", "s"),
-    "engine_tokens_per_s": ("engine tokens/s, all of RL", ""),
-    "engine_tokens_per_s_in_trainer_steps": ("engine tokens/s in trainer steps", ""),
-    "engine_tokens_per_s_outside": ("engine tokens/s outside", ""),
-    "ratio_in_trainer_steps_to_outside": ("ratio, in steps / outside", ""),
+    "outside_s": ("neither", "s"),
+    "engine_tokens_per_s": ("engines, all of RL", "tokens/s"),
+    "engine_tokens_per_s_in_trainer_steps": ("engines while the trainer computes", "tokens/s"),
+    "engine_tokens_per_s_in_publish": ("engines while it publishes", "tokens/s"),
+    "engine_tokens_per_s_outside": ("engines otherwise", "tokens/s"),
+    "ratio_in_trainer_steps_to_outside": ("ratio, computing / otherwise", ""),
+    "sampled_tokens_in_trainer_steps": ("sampled while the trainer computes", "tokens"),
+    "sampled_tokens_in_publish": ("sampled while it publishes", "tokens"),
+    "sampled_tokens_outside": ("sampled otherwise", "tokens"),
 }
 THROUGHPUT_ROWS = {
-    "rl_trajectories_per_s": ("trajectories/s in RL", ""),
-    "generate_only_trajectories_per_s": ("trajectories/s, engines alone", ""),
+    "rl_trajectories_per_s": ("valid trajectories in RL", "1/s"),
+    "generate_only_trajectories_per_s": ("the same from the engines alone", "1/s"),
     "ratio": ("ratio, RL / engines alone", ""),
+    "rl_num_trajectories": ("valid trajectories of RL", ""),
+    "rl_wall_s": ("in", "s"),
+    "concurrency": ("at a time, engines alone", ""),
 }
 
 
