@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -95,8 +94,8 @@ async def refresh_from_ledger(run: RunDirectory) -> None:
     if done or not run.ledger.exists():
         return
     run.metrics.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="swe_rl-report-") as folder:
-        out = Path(folder) / "attempts"
+    out = run.metrics / ".attempts.read"
+    try:
         await run_program(
             "rollout.attempt_summaries",
             *("--ledger", run.ledger, "--out", out),
@@ -104,6 +103,8 @@ async def refresh_from_ledger(run: RunDirectory) -> None:
             timeout_s=_LEDGER_TIMEOUT_S,
         )
         write_attempt_rows(run.metrics, read_attempts(out))
+    finally:
+        out.unlink(missing_ok=True)
 
 
 def _seconds(duration: Duration) -> float:

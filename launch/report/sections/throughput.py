@@ -203,15 +203,17 @@ OVERLAP_ROWS = {
     "trainer_wait_s": ("trainer waits", "s"),
     "trainer_step_s": ("trainer computes", "s"),
     "publish_s": ("publishing", "s"),
-    "outside_s": ("neither", "s"),
+    "outside_s": ("the rest of the steps", "s"),
+    "between_steps_s": ("between steps", "s"),
     "engine_tokens_per_s": ("engines, all of RL", "tokens/s"),
     "engine_tokens_per_s_in_trainer_steps": ("engines while the trainer computes", "tokens/s"),
     "engine_tokens_per_s_in_publish": ("engines while it publishes", "tokens/s"),
-    "engine_tokens_per_s_outside": ("engines otherwise", "tokens/s"),
-    "ratio_in_trainer_steps_to_outside": ("ratio, computing / otherwise", ""),
+    "engine_tokens_per_s_outside": ("engines in the rest of the steps", "tokens/s"),
+    "ratio_in_trainer_steps_to_outside": ("ratio, computing / rest", ""),
     "sampled_tokens_in_trainer_steps": ("sampled while the trainer computes", "tokens"),
     "sampled_tokens_in_publish": ("sampled while it publishes", "tokens"),
-    "sampled_tokens_outside": ("sampled otherwise", "tokens"),
+    "sampled_tokens_outside": ("sampled in the rest of the steps", "tokens"),
+    "sampled_tokens_between_steps": ("sampled between steps", "tokens"),
 }
 THROUGHPUT_ROWS = {
     "rl_trajectories_per_s": ("valid trajectories in RL", "1/s"),
@@ -238,7 +240,7 @@ def measured_table(runs: Sequence[RunData]) -> Table:
     return Table(
         "measured",
         "Overlap and throughput",
-        "Sampled tokens/s of the engines while the trainer computes and at other times, and RL's rate "
+        "Sampled tokens/s of the engines while the trainer computes and in the rest of its steps, and RL's rate "
         "of valid trajectories beside the same engines sampling the same tokens alone.",
         columns,
         rows,
