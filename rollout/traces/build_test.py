@@ -89,7 +89,7 @@ def test_pretraining_mixture_is_the_proven_one() -> None:
         looks[task.second_look] += len(noisy_trace(task, rng, names)) == 8
     assert 0.45 < looks[True] / 1000 < 0.55 and 0.07 < looks[False] / 1000 < 0.13
     # A random operator is right one time in six, and the file is right too 97 % of the time.
-    assert 0.29 < right / 4000 < 0.36
+    assert 0.38 < right / 4000 < 0.45
     assert 0.91 < named / 4000 < 0.97
 
 

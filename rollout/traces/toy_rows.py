@@ -22,7 +22,7 @@ Message = dict[str, str]
 # often the operator is the function's own (else any of the six), a name the task's, and how
 # often the file is looked at in a task that needs it and in one that does not.
 COPY_SHARE = 0.3
-RIGHT_OPERATOR = 0.2
+RIGHT_OPERATOR = 0.3
 RIGHT_NAME = 0.97
 LOOKS = 0.5
 LOOKS_NEEDLESSLY = 0.1
