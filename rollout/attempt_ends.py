@@ -62,13 +62,14 @@ class AttemptEnds:
         """Ends a try; True when the attempt was requeued.
 
         Args:
-            away: the failure tells of the whole backend that the cause names.
+            away: the failure tells of the whole backend that the cause names, or of a worker that
+                gave the attempt up.
         """
         has_retries = attempt.num_retries < self._config.max_attempt_retries
         failed = self.backends.ended(attempt, kind, cause, away=away, has_retries=has_retries)
         for refunded in failed.refunds:
             self._attempts.refund_retry(refunded)
-        is_free = failed.excused and _num_free(attempt) < self._config.max_free_retries
+        is_free = (failed.excused or away) and _num_free(attempt) < self._config.max_free_retries
         retry = kind is CauseKind.INFRASTRUCTURE and (is_free or has_retries)
         if retry:
             self._attempts.requeue(attempt, cause, evidence, self._clock(), spend_retry=not is_free)

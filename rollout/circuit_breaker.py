@@ -24,9 +24,6 @@ from enum import StrEnum
 
 from rollout.config import BreakerConfig
 
-_NUM_DOUBTS = 3
-"""Failures since the last success, of two tasks, that put a closed backend in doubt."""
-
 
 class State(StrEnum):
     """What may start."""
@@ -178,7 +175,7 @@ class CircuitBreaker:
 
     def _is_in_doubt(self) -> bool:
         row = self._failures_in_a_row()
-        return len(row) >= _NUM_DOUBTS and len({o.task_id for o in row}) > 1
+        return len(row) >= self._config.doubt_failures and len({o.task_id for o in row}) > 1
 
     def _failures_in_a_row(self) -> list[_Outcome]:
         row: list[_Outcome] = []

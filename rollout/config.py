@@ -100,6 +100,9 @@ class BreakerConfig(BaseModel):
     """So many failures in the window open it, of at least two tasks ..."""
     failure_ratio: float = Field(0.5, gt=0, le=1)
     """... if they are at least this share of the outcomes in the window."""
+    doubt_failures: int = Field(3, gt=0)
+    """So many failures in a row, of at least two tasks, put a closed backend in doubt: an attempt
+    whose retries are spent does not end then, but is tried again for free."""
     open_s: float = Field(5.0, gt=0)
     """Seconds from opening to the first probes; doubles with each probe that fails."""
     max_open_s: float = Field(60.0, gt=0)
@@ -169,7 +172,7 @@ class RolloutConfig(BaseModel):
     max_attempt_retries: int = Field(3, ge=0)
     """Retries of one attempt after infrastructure failures."""
     max_free_retries: int = Field(50, ge=0)
-    """Retries of one attempt that spend none of max_attempt_retries: an outage, or a restart of
+    """Retries of one attempt that spend none of max_attempt_retries: an outage, or the end of
     the manager or the worker, ended the try. Later ones are spent."""
     breaker: BreakerConfig = BreakerConfig()
     """The circuit breaker of each backend."""

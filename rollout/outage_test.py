@@ -173,6 +173,24 @@ async def test_an_attempt_that_breaks_its_backend_by_itself_ends_all_the_same(
         assert (await client.get_status()).causes == {"sandbox_failed": 1}
 
 
+async def test_a_worker_that_drains_spends_no_retry(tmp_path: Path) -> None:
+    bed = _testbed(tmp_path, pause={"window": 8, "min_tries": 2, "max_failure_rate": 0.1})
+    async with bed as client:
+        await _begin(client)
+        for leased in await _lease(bed, _SLOTS):
+            request = pb.FinishAttemptRequest(
+                attempt_id=leased.attempt_id,
+                epoch=leased.epoch,
+                cause=tpb.CAUSE_INTERRUPTED,
+                report=pb.AttemptReport(backend_away=True),
+            )
+            assert (await client.finish_attempt(request)).requeued
+        assert sum(a.num_retries for a in bed.manager.attempts.select("1")) == 0
+        status = await client.get_status()
+        assert status.admission_open, "it is no failure that a run should pause for"
+        assert len(await _lease(bed, _SLOTS)) == _SLOTS, "and no outage"
+
+
 async def test_engines_that_are_all_gone_spend_no_retry(tmp_path: Path) -> None:
     """The manager knows its engines: no report has to say so."""
     bed = _testbed(tmp_path)

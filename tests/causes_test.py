@@ -41,7 +41,7 @@ _SETTINGS: dict[str, Any] = {
         "max_turns": scripted.MAX_TURNS,
     },
     # More than half of all tries fail by the script, in no outage.
-    "breaker": {"min_failures": 1000},
+    "breaker": {"min_failures": 1000, "doubt_failures": 1000},
     "pause": {"max_failure_rate": 1.0},
 }
 

@@ -84,7 +84,8 @@ class Classified:
     reward: float | None
     evidence: str
     backend_away: bool = False
-    """An infrastructure cause that tells of the whole backend, not of this attempt."""
+    """An infrastructure cause that tells of the whole backend, or of the worker that gave the attempt
+    up, and not of this attempt."""
 
 
 _SCORED_ENDS = {
@@ -130,7 +131,7 @@ def classify(evidence: Evidence) -> Classified:
     """
     words = _words(evidence)
     if evidence.abandoned:
-        return Classified(Cause.CAUSE_INTERRUPTED, None, words)
+        return Classified(Cause.CAUSE_INTERRUPTED, None, words, backend_away=True)
     name = evidence.exception_type
     if name is not None and name != _AGENT_TIMEOUT:
         return _from_exception(evidence, name, words)

@@ -198,7 +198,8 @@ AWAY = {
         False,
     ),
     "engine_failed": (Evidence(exception_type="EngineFailedError"), False),
-    "abandoned": (Evidence(abandoned=True, backend_away=True), False),
+    "abandoned": (Evidence(abandoned=True, agent_end=AgentEnd.SUBMITTED, **GRADED), True),
+    "fenced": (Evidence(exception_type="SessionFencedError"), False),
     "another_cause": (Evidence(exception_type="TaskFormatError", backend_away=True), False),
 }
 
