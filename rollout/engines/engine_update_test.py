@@ -104,6 +104,11 @@ class WindowAdapter:
         return reply
 
 
+def shared_memory() -> set[Path]:
+    """What lies in /dev/shm, but for folders of a whole run, which is another's on this machine."""
+    return {p for p in Path("/dev/shm").iterdir() if not p.name.startswith("swe_rl-launch-")}
+
+
 @dataclass
 class Rig:
     pool: EnginePool
@@ -235,7 +240,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     windows = UpdateWindows(pool, store, config, time.monotonic)
     # Small buckets, so that an update takes many and wraps round the ring.
     sync = WeightSyncConfig(bucket_bytes=128 * 1024)
-    before = set(Path("/dev/shm").iterdir())
+    before = shared_memory()
     await pool.start()
     try:
         async with aiohttp.ClientSession() as session:
@@ -327,4 +332,4 @@ async def test_updates_of_a_live_engine(rig: Rig) -> None:
     assert folder.read_text().split()
     await rig.pool.close()
     assert not folder.read_text().split()
-    assert set(Path("/dev/shm").iterdir()) <= rig.shared_memory_before
+    assert shared_memory() <= rig.shared_memory_before
