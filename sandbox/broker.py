@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -75,6 +76,8 @@ class AcquireSpec:
     idempotency_key: str = ""
     workdir: str = ""
     network: bool = False
+    archive: bytes = b""
+    """A tar to unpack at `/`."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,8 @@ class SandboxBroker:
                 ) from error
         try:
             await sandbox.prepare(limits, workdir)
+            if spec.archive:
+                await sandbox.upload("/", io.BytesIO(spec.archive))
         except BaseException:
             await self._dispose(sandbox)
             raise
@@ -291,10 +296,12 @@ class SandboxBroker:
         return await self._run(lease, lease.sandbox.download(path, self._transfer(max_bytes)))
 
     async def collect_changes(
-        self, lease_id: str, epoch: int, path: str, max_bytes: int
+        self, lease_id: str, epoch: int, path: str, max_bytes: int, *, kill_processes: bool = False
     ) -> tuple[BinaryIO, list[str]]:
         """A tar file of the changes below path, and the deleted paths."""
         lease = self.lease(lease_id, epoch)
+        if kill_processes:
+            await self._run(lease, lease.sandbox.kill_processes())
         work = lease.sandbox.collect_changes(path, self._transfer(max_bytes))
         return await self._run(lease, work)
 

@@ -29,6 +29,7 @@ from proto import sandbox_pb2 as pb
 from proto import sandbox_pb2_grpc
 from sandbox.errors import (
     ERROR_METADATA_KEY,
+    MAX_ACQUIRE_ARCHIVE_BYTES,
     BackendBusyError,
     BackendSetupError,
     BrokerAwayError,
@@ -44,6 +45,7 @@ from sandbox.errors import (
 )
 
 __all__ = [
+    "MAX_ACQUIRE_ARCHIVE_BYTES",
     "AcquiredLease",
     "BackendBusyError",
     "BackendSetupError",
@@ -145,10 +147,13 @@ class SandboxClient:
         cpu_cores: float = 0.0,
         workdir: str = "",
         network: bool = False,
+        archive: bytes = b"",
         idempotency_key: str | None = None,
         timeout_s: float = 120.0,
     ) -> AcquiredLease:
         """Gives a fresh sandbox within timeout_s.
+
+        Args: archive is a tar of at most MAX_ACQUIRE_ARCHIVE_BYTES, unpacked at `/`.
 
         Raises CapacityError, BackendBusyError, InvalidRequestError, SandboxDiedError,
         BrokerAwayError, DeadlineError.
@@ -161,6 +166,7 @@ class SandboxClient:
             idempotency_key=secrets.token_hex(16) if idempotency_key is None else idempotency_key,
             workdir=workdir,
             network=network,
+            archive=archive,
         )
         reply = await _call(self._stub.Acquire(request, timeout=timeout_s, wait_for_ready=True))
         return AcquiredLease(
@@ -292,11 +298,24 @@ class SandboxClient:
             return content.read()
 
     async def collect_changes(
-        self, lease: AcquiredLease, path: str, max_bytes: int = 0, timeout_s: float = 120.0
+        self,
+        lease: AcquiredLease,
+        path: str,
+        max_bytes: int = 0,
+        timeout_s: float = 120.0,
+        *,
+        kill_processes: bool = False,
     ) -> Changes:
-        """What changed below a directory since the lease began, uploads included."""
+        """What changed below a directory since the lease began, uploads included.
+
+        Args: kill_processes kills what still runs first.
+        """
         request = pb.CollectChangesRequest(
-            lease_id=lease.lease_id, epoch=lease.epoch, path=path, max_bytes=max_bytes
+            lease_id=lease.lease_id,
+            epoch=lease.epoch,
+            path=path,
+            max_bytes=max_bytes,
+            kill_processes=kill_processes,
         )
         data, deleted = await _collect(self._stub.CollectChanges(request, timeout=timeout_s))
         return Changes(data, tuple(deleted))

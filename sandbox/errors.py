@@ -11,6 +11,8 @@ from typing import ClassVar
 import grpc
 
 ERROR_METADATA_KEY = "swe-rl-error"
+MAX_ACQUIRE_ARCHIVE_BYTES = 262_144
+"""Of the archive that may come with Acquire, as the contract says; larger ones take Upload."""
 
 
 class SandboxError(Exception):

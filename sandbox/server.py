@@ -26,6 +26,7 @@ from sandbox.broker import AcquireSpec, SandboxBroker
 from sandbox.config import BrokerConfig
 from sandbox.errors import (
     ERROR_METADATA_KEY,
+    MAX_ACQUIRE_ARCHIVE_BYTES,
     BackendSetupError,
     InvalidRequestError,
     SandboxError,
@@ -54,6 +55,12 @@ class BrokerServicer(sandbox_pb2_grpc.SandboxBrokerServicer):
         timeout_s = self._broker.config.acquire_timeout_s
         if remaining_s is not None:
             timeout_s = max(0.0, remaining_s - _DEADLINE_MARGIN_S)
+        if len(request.archive) > MAX_ACQUIRE_ARCHIVE_BYTES:
+            error = InvalidRequestError(
+                f"an archive of {len(request.archive)} bytes came with Acquire, which takes "
+                f"{MAX_ACQUIRE_ARCHIVE_BYTES}: send it with Upload"
+            )
+            await _abort(context, error)
         spec = AcquireSpec(
             image=request.image,
             holder=request.holder,
@@ -64,6 +71,7 @@ class BrokerServicer(sandbox_pb2_grpc.SandboxBrokerServicer):
             idempotency_key=request.idempotency_key,
             workdir=request.workdir,
             network=request.network,
+            archive=request.archive,
         )
         acquired = await _answer(context, self._broker.acquire(spec, timeout_s))
         return pb.AcquireReply(
@@ -153,7 +161,11 @@ class BrokerServicer(sandbox_pb2_grpc.SandboxBrokerServicer):
         self, request: pb.CollectChangesRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.TarChunk]:
         work = self._broker.collect_changes(
-            request.lease_id, request.epoch, request.path, request.max_bytes
+            request.lease_id,
+            request.epoch,
+            request.path,
+            request.max_bytes,
+            kill_processes=request.kill_processes,
         )
         file, deleted = await _answer(context, work)
         with file:

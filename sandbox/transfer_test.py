@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox.client import InvalidRequestError, TooLargeError
+from sandbox.client import MAX_ACQUIRE_ARCHIVE_BYTES, InvalidRequestError, TooLargeError
 from sandbox.config import ImageConfig
 from sandbox.conftest import Rig, RunRig
 
@@ -17,6 +17,16 @@ from sandbox.conftest import Rig, RunRig
 def names(archive: bytes) -> list[str]:
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         return tar.getnames()
+
+
+def tar_of(files: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
 
 
 async def test_directories_and_files_go_in_and_come_out(rig: Rig, tmp_path: Path) -> None:
@@ -122,3 +132,37 @@ async def test_uploads_count_as_changes_on_a_bare_image(rig: Rig) -> None:
         await rig.client.upload_files(lease, {"a": b"1", "d/b": b"2"}, "/app")
         changes = await rig.client.collect_changes(lease, "/app")
         assert names(changes.archive) == ["a", "d", "d/b"]
+
+
+async def test_an_archive_that_comes_with_acquire_is_there_from_the_start(rig: Rig) -> None:
+    lease = await rig.client.acquire("host", archive=tar_of({"app/a": b"1", "tests/t.sh": b"2"}))
+    assert await rig.text(lease, "cat a /tests/t.sh") == "12"
+    changes = await rig.client.collect_changes(lease, "/app")
+    assert names(changes.archive) == ["a"]
+    await rig.client.release(lease)
+
+
+@pytest.mark.parametrize(
+    "archive",
+    [
+        pytest.param(b"no tar" * 1000, id="broken"),
+        pytest.param(bytes(MAX_ACQUIRE_ARCHIVE_BYTES + 1), id="too_large"),
+    ],
+)
+async def test_an_archive_that_cannot_be_taken_leaves_no_sandbox(rig: Rig, archive: bytes) -> None:
+    with pytest.raises(InvalidRequestError):
+        await rig.client.acquire("host", archive=archive)
+    status = await rig.client.status()
+    assert (status.num_active, status.counters["num_acquired"]) == (0, 0)
+
+
+async def test_changes_are_collected_once_nothing_runs_any_more(rig: Rig) -> None:
+    async with rig.lease() as lease:
+        writing = "while :; do echo x >> f; sleep 0.01; done"
+        running = asyncio.create_task(rig.client.exec(lease, writing, timeout_s=30))
+        while not names((await rig.client.collect_changes(lease, "/app")).archive):
+            await asyncio.sleep(0.05)
+        changes = await rig.client.collect_changes(lease, "/app", kill_processes=True)
+        assert (await running).exit_code == 137
+        again = await rig.client.collect_changes(lease, "/app")
+        assert again.archive == changes.archive and names(again.archive) == ["f"]

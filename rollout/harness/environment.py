@@ -119,8 +119,7 @@ class BrokerEnvironment(BaseEnvironment):
     async def start(self, force_build: bool) -> None:
         """Leases the agent's sandbox and fills it. Raises HealthcheckError, TaskFormatError."""
         del force_build
-        await self._open()
-        await self._fill(self.folder.start_tar)
+        await self._open(self.folder.start_tar)
 
     async def stop(self, delete: bool) -> None:
         """Gives the sandbox back; never raises."""
@@ -132,10 +131,9 @@ class BrokerEnvironment(BaseEnvironment):
     async def replace(self, tree: Tree, extra: dict[str, Tree]) -> None:
         """Swaps the sandbox for a fresh one that holds `tree` in the workdir, and `extra` roots."""
         await self.stop(delete=True)
-        await self._open()
-        await self._fill(pack({self.folder.workdir: tree, **extra}, LOG_DIRS))
+        await self._open(pack({self.folder.workdir: tree, **extra}, LOG_DIRS))
 
-    async def _open(self) -> None:
+    async def _open(self, tar: bytes) -> None:
         started = time.monotonic()
         folder = self.folder
         try:
@@ -146,6 +144,7 @@ class BrokerEnvironment(BaseEnvironment):
                 holder=self.record.attempt_id,
                 workdir=folder.workdir,
                 on_failure=self._failed,
+                archive=tar,
                 memory_bytes=folder.memory_bytes,
                 cpu_cores=folder.cpu_cores,
             )
@@ -161,13 +160,6 @@ class BrokerEnvironment(BaseEnvironment):
         record.failed_phase = record.phase.value
         record.sandbox_died = isinstance(error, SandboxDiedError)
         record.backend_away = isinstance(error, _AWAY_AT_START if starting else _AWAY)
-
-    async def _fill(self, tar: bytes) -> None:
-        started = time.monotonic()
-        try:
-            await self.session().upload(tar, "/")
-        finally:
-            self.record.environment_s += time.monotonic() - started
 
     def session(self) -> SandboxSession:
         """The sandbox in use. Raises HealthcheckError when there is none."""

@@ -84,6 +84,7 @@ class FakeBroker(sandbox_pb2_grpc.SandboxBrokerServicer):
         lease_id = uuid.uuid4().hex[:12]
         box = Box(lease_id, self.folder / lease_id, request.image)
         (box.root / request.workdir.strip("/")).mkdir(parents=True)
+        self._unpack(box, box.root, request.archive)
         self.boxes[lease_id] = box
         self.num_acquired += 1
         return sandbox_pb2.AcquireReply(lease=sandbox_pb2.Lease(lease_id=lease_id, epoch=1))
@@ -144,15 +145,19 @@ class FakeBroker(sandbox_pb2_grpc.SandboxBrokerServicer):
             data += message.tar_chunk
         box = await self._box(first, context)
         root = Path(self._map(box, first.target_dir.encode()).decode())
-        root = box.root if first.target_dir == "/" else root
-        with tarfile.open(fileobj=io.BytesIO(bytes(data)), mode="r:") as tar:
+        self._unpack(box, box.root if first.target_dir == "/" else root, bytes(data))
+        return sandbox_pb2.UploadReply()
+
+    def _unpack(self, box: Box, root: Path, archive: bytes) -> None:
+        if not archive:
+            return
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
             tar.extractall(root, filter="tar")
         for path in (box.root / "tests").rglob("*"):
             if path.is_file():
                 mode = path.stat().st_mode
                 path.write_bytes(self._map(box, path.read_bytes()))
                 path.chmod(mode)
-        return sandbox_pb2.UploadReply()
 
     async def Download(self, request: Any, context: Any) -> AsyncIterator[sandbox_pb2.TarChunk]:
         box = await self._box(request, context)
@@ -170,6 +175,8 @@ class FakeBroker(sandbox_pb2_grpc.SandboxBrokerServicer):
         self, request: Any, context: Any
     ) -> AsyncIterator[sandbox_pb2.TarChunk]:
         box = await self._box(request, context)
+        if request.kill_processes:
+            _kill_all(box)
         data = _tar(box.root / request.path.strip("/"), ".")
         yield sandbox_pb2.TarChunk(data=b"\xff" * 2048 if self.corrupt_archives else data)
 

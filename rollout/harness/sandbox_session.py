@@ -18,6 +18,7 @@ from harbor.environments.base import HealthcheckError
 from rollout.harness.config import SandboxUse
 from rollout.harness.errors import TaskFormatError, TransferTooLargeError
 from sandbox.client import (
+    MAX_ACQUIRE_ARCHIVE_BYTES,
     AcquiredLease,
     Changes,
     ExecResult,
@@ -74,10 +75,12 @@ class SandboxSession:
         holder: str,
         workdir: str,
         on_failure: OnFailure,
+        archive: bytes,
         memory_bytes: int = 0,
         cpu_cores: float = 0.0,
     ) -> SandboxSession:
-        """Leases a fresh sandbox within acquire_timeout_s."""
+        """Leases a fresh sandbox within acquire_timeout_s, filled from the tar `archive` at `/`."""
+        fits = len(archive) <= MAX_ACQUIRE_ARCHIVE_BYTES
         call = client.acquire(
             image,
             holder=holder,
@@ -85,10 +88,18 @@ class SandboxSession:
             memory_bytes=memory_bytes,
             cpu_cores=cpu_cores,
             workdir=workdir,
+            archive=archive if fits else b"",
             timeout_s=config.acquire_timeout_s,
         )
         lease = await _guard(call, f"sandbox of image {image!r} for {holder}", on_failure)
-        return cls(client, config, lease, on_failure)
+        session = cls(client, config, lease, on_failure)
+        if not fits:
+            try:
+                await session.upload(archive, "/")
+            except BaseException:
+                await session.close()
+                raise
+        return session
 
     async def _guarded(self, call: Awaitable[_T], what: str) -> _T:
         where = f"{what} in sandbox {self._held_lease.lease_id}"
@@ -148,12 +159,15 @@ class SandboxSession:
             return None
 
     async def collect_changes(self, path: str, max_bytes: int) -> Changes:
-        """What changed below path since the lease began, uploads included.
+        """Kills all that was left running, then tells what changed below path since the lease began,
+        uploads included.
 
         Raises TransferTooLargeError past max_bytes.
         """
         timeout_s = self._config.transfer_timeout_s
-        call = self._client.collect_changes(self._lease, path, max_bytes, timeout_s)
+        call = self._client.collect_changes(
+            self._lease, path, max_bytes, timeout_s, kill_processes=True
+        )
         return await self._guarded(call, f"changes of {path}")
 
     async def kill_processes(self) -> None:

@@ -113,7 +113,6 @@ class FreshSandboxVerifier(BaseVerifier):
         """Freezes the agent's sandbox and takes its changes."""
         environment = self._environment
         folder, session = environment.folder, environment.session()
-        await session.kill_processes()
         collected = await session.collect_changes(
             folder.workdir, environment.config.sandbox.max_change_bytes
         )
