@@ -16,7 +16,7 @@ import aiohttp
 from launch.attempt_rows import write_attempt_rows
 from launch.evaluation import load_evaluations
 from launch.overlap import DecodedTurn, Timeline, measure
-from launch.report.data import load_run
+from launch.report.data import load_steps
 from launch.run_directory import write_json
 from proto import rollout_pb2, trajectory_pb2
 from rollout.client import RolloutClient
@@ -38,7 +38,7 @@ async def attempts(rollout: RolloutClient, metrics: Path) -> None:
 
 def rl_steps(metrics: Path) -> list[dict[str, Any]]:
     """Rows of metrics/rl.jsonl, those of the surviving lineage."""
-    return list(load_run(metrics.parent).steps.get("rl", []))
+    return load_steps(metrics / "rl.jsonl")
 
 
 async def overlap(rollout: RolloutClient, metrics: Path, max_staleness: int) -> None:

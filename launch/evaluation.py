@@ -18,7 +18,12 @@ from typing import Any
 from launch.errors import JobFailed
 from launch.run_directory import write_json
 from proto import rollout_pb2, trajectory_pb2
-from rollout.client import DeadlineError, RolloutClient, UnavailableError
+from rollout.client import (
+    DeadlineError,
+    RolloutClient,
+    UnavailableError,
+    evaluation_was_cancelled,
+)
 
 _POLL_S = 20.0
 _RETRY_S = 0.2
@@ -168,7 +173,7 @@ async def _finished(
         except (DeadlineError, UnavailableError):
             await asyncio.sleep(_RETRY_S)
             continue
-        if reply.finished and not _is_cancelled(reply):
+        if reply.finished and not evaluation_was_cancelled(reply):
             return reply
         if reply.republish_requested and republish is not None:
             await republish()
@@ -179,8 +184,3 @@ async def _finished(
         f"evaluation {request.name} did not end within {timeout_s:.0f} s "
         f"({reply.num_finished} of {reply.num_attempts} attempts); raise evaluation.timeout_s"
     )
-
-
-def _is_cancelled(reply: rollout_pb2.GetEvaluationReply) -> bool:
-    """True when it lost the version that it was pinned to."""
-    return any(trajectory_pb2.CAUSE_CANCELLED in task.causes for task in reply.tasks)

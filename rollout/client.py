@@ -50,6 +50,7 @@ __all__ = [
     "RolloutError",
     "UnauthenticatedError",
     "UnavailableError",
+    "evaluation_was_cancelled",
     "read_attempts",
     "read_sequences",
     "write_attempts",
@@ -65,6 +66,11 @@ _Reply = TypeVar("_Reply")
 def _typed(error: grpc.aio.AioRpcError) -> RolloutError:
     cap = next((str(v) for k, v in error.trailing_metadata() or () if k == CAP_METADATA_KEY), "")
     return error_from_status(error.code(), error.details() or "", cap)
+
+
+def evaluation_was_cancelled(reply: pb.GetEvaluationReply) -> bool:
+    """True when it lost the weight_version that it was pinned to: it has to be started again."""
+    return any(tpb.CAUSE_CANCELLED in task.causes for task in reply.tasks)
 
 
 class RolloutClient:

@@ -16,7 +16,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from proto import rollout_pb2, trajectory_pb2
-from rollout.client import DeadlineError, FencedError, RolloutClient, UnavailableError
+from rollout.client import (
+    DeadlineError,
+    FencedError,
+    RolloutClient,
+    UnavailableError,
+    evaluation_was_cancelled,
+)
 from trainer.errors import EvaluationFailedError, EvaluationLostError, PublishFailedError
 
 _log = logging.getLogger(__name__)
@@ -182,7 +188,7 @@ class ManagerLink:
                 except (DeadlineError, UnavailableError):
                     await asyncio.sleep(min(left, _BACKOFF_S))
                     continue
-                if reply.republish_requested or _is_cancelled(reply):
+                if reply.republish_requested or evaluation_was_cancelled(reply):
                     raise EvaluationLostError(
                         f"{request.name}: no engine serves weight_version "
                         f"{reply.weight_version} any more"
@@ -223,7 +229,3 @@ class ManagerLink:
                     raise
                 _log.warning("manager unavailable, trying again: %s", error)
                 await asyncio.sleep(_BACKOFF_S)
-
-
-def _is_cancelled(reply: rollout_pb2.GetEvaluationReply) -> bool:
-    return any(trajectory_pb2.CAUSE_CANCELLED in task.causes for task in reply.tasks)

@@ -132,7 +132,7 @@ def load_run(root: Path) -> RunData:
     )
     for path in sorted(metrics.glob("*.jsonl")):
         if path.stem not in _NOT_STEPS:
-            data.steps[path.stem] = _last_per_step(_json_lines(path))
+            data.steps[path.stem] = load_steps(path)
     data.attempts = list(_json_lines(metrics / "attempts.jsonl"))
     data.status = [row for row in _json_lines(metrics / "status.jsonl") if "time_s" in row]
     reason = why_counts_differ(_json(metrics / "restarts.json"))
@@ -147,6 +147,11 @@ def load_run(root: Path) -> RunData:
     data.resumed_at_steps = list(state.get("resumed_at_steps", []))
     data.is_finished = bool(state.get("finished"))
     return data
+
+
+def load_steps(path: Path) -> list[Row]:
+    """Rows of a stage's JSONL, by step, those of the surviving lineage; empty before the first."""
+    return _last_per_step(_json_lines(path))
 
 
 def why_counts_differ(restarts: Mapping[str, Any]) -> str:
