@@ -43,6 +43,9 @@ _SWEEP_TIMEOUT_S = 60.0
 _SWEPT = {"broker": "sandbox.server", "manager": "rollout.server", "trainer": "trainer.server"}
 """Servers that leave something on the machine when they are killed, and can remove it."""
 
+_IMAGE_ENV = {"toy": {"PYTHONDONTWRITEBYTECODE": "1"}}
+"""Of each command in the image; a toy task's bytecode would be read once at most."""
+
 
 class Deployment:
     """The processes of one run on this machine."""
@@ -135,7 +138,11 @@ class Deployment:
 
     def _sandbox_config(self) -> BaseModel:
         images = {
-            name: {"base": "host", "layers": [str(self._run.layers / name)]}
+            name: {
+                "base": "host",
+                "layers": [str(self._run.layers / name)],
+                "env": _IMAGE_ENV.get(name, {}),
+            }
             for name in self._images
         }
         defaults = {"images": images, "state_dir": str(self._scratch / "sandboxes")}

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import hmac
 import ipaddress
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,21 @@ def _channel_options() -> list[tuple[str, int]]:
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.enable_http_proxy", 0),
     ]
+
+
+_GC_THRESHOLDS = (50_000, 20, 50)
+"""Messages and tasks are freed by reference counts: Python's default of 700 allocations costs a
+service a tenth of its CPU and finds next to nothing."""
+
+
+def run_service(service: Coroutine[Any, Any, None]) -> None:
+    """`asyncio.run` for a process that serves until it is told to stop: what was imported is left
+    to no garbage collection, the rest to fewer.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
+    asyncio.run(service)
 
 
 def _read_token(path: Path) -> str:

@@ -10,7 +10,6 @@ drains. A run that cannot be replayed is one line on stderr and exit status 2.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import sys
 from pathlib import Path
@@ -23,6 +22,7 @@ from proto.serving import (
     add_serving_arguments,
     fail,
     make_server,
+    run_service,
     serving_config,
     termination_event,
     write_address,
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     from rollout.errors import RolloutError
 
     try:
-        asyncio.run(run(config, serving, args.address_file))
+        run_service(run(config, serving, args.address_file))
     except (ServingError, RolloutError, OSError) as error:
         return fail(error)
     return 0

@@ -9,7 +9,6 @@ holds is one line on stderr and exit status 2.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import functools
 import logging
 import secrets
@@ -25,6 +24,7 @@ from proto.serving import (
     add_serving_arguments,
     fail,
     make_server,
+    run_service,
     serving_config,
     termination_event,
     write_address,
@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     from rollout.errors import RolloutError
 
     try:
-        asyncio.run(run(config, serving, args.address_file))
+        run_service(run(config, serving, args.address_file))
     except (ServingError, RolloutError, OSError) as error:
         return fail(f"rollout.server: {error}")
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import sys
 import time
@@ -288,7 +287,7 @@ def main(argv: list[str] | None = None) -> int:
         serving_config = serving.serving_config(args).model_copy(
             update={"drain_timeout_s": config.drain_timeout_s}
         )
-        asyncio.run(run(config, serving_config, args.address_file))
+        serving.run_service(run(config, serving_config, args.address_file))
     except (ValidationError, OSError, BackendSetupError, serving.ServingError) as error:
         return serving.fail(error)
     return 0

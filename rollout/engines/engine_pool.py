@@ -250,9 +250,7 @@ class EnginePool:
     async def _watch(self, runner: _Runner, client: SGLangClient, process: EngineProcess) -> str:
         """Waits for health, then polls; returns why to end the process ('': it ended itself)."""
         stop = asyncio.ensure_future(_first(process.ended, runner.restart_asked))
-        healthy = asyncio.ensure_future(
-            wait_until_healthy(client, process.ended, self._config.start_timeout_s)
-        )
+        healthy = asyncio.ensure_future(self._come_up(client, process))
         try:
             await asyncio.wait({stop, healthy}, return_when=asyncio.FIRST_COMPLETED)
             if not healthy.done() or process.ended.is_set():
@@ -274,6 +272,15 @@ class EnginePool:
             for task in (stop, healthy):
                 task.cancel()
             await asyncio.gather(stop, healthy, return_exceptions=True)
+
+    async def _come_up(self, client: SGLangClient, process: EngineProcess) -> None:
+        await wait_until_healthy(client, process.ended, self._config.start_timeout_s)
+        try:
+            # Each update and flush collects garbage, over the whole of SGLang unless it is frozen;
+            # the server would do so by itself after the warm-up that it is not given.
+            await client.freeze_gc()
+        except EngineError as error:
+            logger.warning("%s; its weight updates take longer", error)
 
     def _silence_limit_s(self, engine: Engine) -> float:
         if engine.state == "updating":

@@ -78,6 +78,10 @@ class SGLangClient:
         """Returns when the server is up; generates nothing."""
         await self._call("GET", "/health", timeout_s=timeout_s)
 
+    async def freeze_gc(self) -> None:
+        """Leaves all that the server's processes have loaded to no garbage collection."""
+        await self._call("POST", "/freeze_gc")
+
     async def load(self, timeout_s: float | None = None) -> EngineLoad:
         """The engine's load figures."""
         return parse_metrics(await self._call("GET", "/metrics", timeout_s=timeout_s))

@@ -39,6 +39,7 @@ from proto.serving import (
     dial,
     fail,
     is_loopback,
+    run_service,
     split_address,
     termination_event,
     write_address,
@@ -314,7 +315,7 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValidationError) as error:
         return fail(f"rollout.gateway: {args.config}: {error}")
     try:
-        asyncio.run(run(config, args.listen, args.address_file))
+        run_service(run(config, args.listen, args.address_file))
     except (ServingError, ChatTemplateError) as error:
         return fail(f"rollout.gateway: {error}")
     return 0

@@ -128,6 +128,10 @@ class GradingConfig(BaseModel):
     """Bound on one run of test.sh; None: the task's own [verifier].timeout_sec."""
     reruns: int = Field(default=1, ge=1)
     """Fresh sandboxes that tests get again after they hung, died or left nothing to grade."""
+    reuse_verdicts: int = Field(default=0, ge=0)
+    """Verdicts kept a task: an attempt whose changes equal those of one that was graded before gets
+    its verdict, and no sandbox of its own. 0: each attempt is graded; right wherever the tests may
+    depend on chance or time."""
     gold_control: bool = True
     """Beside a rerun, grade the task's solution: only if it passes is the failure the patch's doing."""
     output_cap_bytes: int = Field(default=1 << 20, gt=0)

@@ -21,6 +21,7 @@ from harbor.tasks.client import TaskDownloadResult
 from rollout.harness.changes import TreeFile, TreeLink, pack
 from rollout.harness.errors import TaskFormatError
 from rollout.harness.grading import GRADING_FILE, TaskGrading, load_grading
+from rollout.harness.verdicts import Verdicts
 
 Tree = dict[str, TreeFile | TreeLink]
 LOG_DIRS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
@@ -71,6 +72,7 @@ class TaskFolder:
         # Prebuilt: what a new sandbox gets for the agent.
         self.start_tar = pack({self.workdir: self.environment_tree}, LOG_DIRS)
         self.locks: dict[str, TrialLock] = {}
+        self.verdicts = Verdicts()
 
     @property
     def download_result(self) -> TaskDownloadResult:

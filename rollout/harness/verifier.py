@@ -10,6 +10,8 @@ of the tests inside the environment would leave the reward to a file of the sand
     fresh sandbox:   environment/ + changes + tests/ in one upload -> test.sh -> read the log
     worker:          reward from the log and tests/grading.json
 
+With `grading.reuse_verdicts`, work equal to work graded before skips the fresh sandbox.
+
 Tests that hang, die for memory or leave nothing to grade are run again in another fresh
 sandbox, and the task's own solution is graded beside it: only if the failure repeats and the
 solution passes is it the patch's doing.
@@ -33,6 +35,7 @@ from rollout.harness.changes import Changes, deleted_outside, graded_tree, selec
 from rollout.harness.environment import BrokerEnvironment
 from rollout.harness.errors import TransferTooLargeError
 from rollout.harness.grading import reward_from_files
+from rollout.harness.verdicts import digest
 from rollout.tasks.grading import grade
 
 TEST_COMMAND = "/tests/test.sh"
@@ -62,6 +65,9 @@ class TestRun:
     exit_code: int
 
 
+_REUSED = "equal work was graded before"
+
+
 class FreshSandboxVerifier(BaseVerifier):
     """Grades what the agent left behind."""
 
@@ -89,7 +95,7 @@ class FreshSandboxVerifier(BaseVerifier):
             except TransferTooLargeError as error:
                 record.note(f"changes not graded: {error}")
                 return self._graded(0.0)
-            run = await self._run_tests(changes)
+            run = await self._first_run(changes)
             for _ in range(config.grading.reruns):
                 if run.death is None:
                     break
@@ -125,6 +131,25 @@ class FreshSandboxVerifier(BaseVerifier):
             )
         except tarfile.TarError as error:
             raise environment.broken_archive(folder.workdir, error) from error
+
+    async def _first_run(self, changes: Changes) -> TestRun:
+        """Runs the tests, or takes what they said of equal work."""
+        environment, record = self._environment, self._environment.record
+        max_kept = environment.config.grading.reuse_verdicts
+        if not max_kept:
+            return await self._run_tests(changes)
+        before = record.detail
+
+        async def graded() -> tuple[TestRun, str]:
+            run = await self._run_tests(changes)
+            return run, record.detail.removeprefix(before).removeprefix("; ")
+
+        (run, said), is_reused = await environment.folder.verdicts.get(
+            digest(changes), graded, lambda graded: graded[0].death is None, max_kept
+        )
+        if is_reused:
+            record.note(f"{_REUSED}: {said}" if said else _REUSED)
+        return run
 
     async def _run_tests(self, changes: Changes) -> TestRun:
         """Runs the tests on the changes in a fresh sandbox."""

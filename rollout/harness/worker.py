@@ -37,7 +37,7 @@ from typing import Protocol
 from pydantic import ValidationError
 
 from proto import rollout_pb2 as pb
-from proto.serving import ClientSecurity, ServingError, dial, fail, termination_event
+from proto.serving import ClientSecurity, ServingError, dial, fail, run_service, termination_event
 from rollout.client import DeadlineError, FencedError, NotFoundError, RolloutClient, RolloutError
 from rollout.harness.config import HarnessConfig
 
@@ -267,7 +267,7 @@ def main(argv: list[str] | None = None) -> int:
         config = HarnessConfig.model_validate_json(args.config.read_bytes())
         config.trials_dir.mkdir(parents=True, exist_ok=True)
         _quiet_libraries(config.trials_dir)
-        asyncio.run(_serve(config, args.name))
+        run_service(_serve(config, args.name))
     except FencedError as error:
         return fail(f"harness worker {args.name}: {error}")
     except (OSError, ValidationError, ServingError) as error:
