@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import datetime
 import ipaddress
+import subprocess
+import sys
 
 import grpc
 import pytest
@@ -171,3 +173,17 @@ def test_a_short_token_is_refused(tmp_path):
     token.write_text("short")
     with pytest.raises(serving.ServingError, match="at least 32"):
         serving.dial("192.0.2.1:1", serving.ClientSecurity(token_file=token))
+
+
+def test_a_service_collects_garbage_rarely():
+    program = (
+        "import gc\n"
+        "from proto.serving import run_service\n"
+        "async def serve():\n"
+        "    print(gc.get_freeze_count() > 10_000, gc.get_threshold()[0])\n"
+        "run_service(serve())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["True", "50000"], done.stderr

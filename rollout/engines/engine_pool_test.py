@@ -93,6 +93,12 @@ async def test_a_reported_failure_is_checked_first(make_fleet):
     assert fleet.pool.engines["engine0"].state == "stale"
 
 
+async def test_each_started_engine_is_frozen_once(make_fleet):
+    fleet = await make_fleet(num_engines=1)
+    await fleet.wait_for("stale")
+    assert (await fleet.state("engine0"))["num_freezes"] == 1
+
+
 async def test_flush_pauses_and_resumes(make_fleet):
     fleet = await make_fleet(num_engines=1)
     await fleet.wait_for("stale")

@@ -40,6 +40,7 @@ class FakeEngine:
         self.is_paused = False
         self.in_update = False
         self.weight_version = "default"
+        self.num_freezes = 0
 
     async def control(self, request: web.Request) -> web.Response:
         """Every control call: recorded, then failed or carried out."""
@@ -72,12 +73,18 @@ class FakeEngine:
                 "is_paused": self.is_paused,
                 "in_update": self.in_update,
                 "weight_version": self.weight_version,
+                "num_freezes": self.num_freezes,
             }
         )
 
     async def fault(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.faults[body["path"]] = body["action"]
+        return web.Response(text="ok")
+
+    async def freeze_gc(self, _request: web.Request) -> web.Response:
+        """Outside the control calls, whose order the tests compare."""
+        self.num_freezes += 1
         return web.Response(text="ok")
 
     async def health(self, _request: web.Request) -> web.Response:
@@ -109,6 +116,7 @@ def main() -> None:
             web.get("/metrics", engine.metrics),
             web.get("/state", engine.state),
             web.post("/fault", engine.fault),
+            web.post("/freeze_gc", engine.freeze_gc),
         ]
     )
     web.run_app(app, host="127.0.0.1", port=arguments.port, print=None)

@@ -76,6 +76,35 @@ async def test_mini_solves_and_is_counted(rig: Rig, tmp_path: Path) -> None:
     assert atif["extra"]["reward"] == 1.0
 
 
+async def test_equal_work_is_graded_once_when_set_so(rig: Rig, tmp_path: Path) -> None:
+    rig.configure(grading={"reuse_verdicts": 4})
+    task = fakes.write_task(tmp_path)
+    num_verifier_commands = []
+    for commands, want in [
+        ((FIX, SUBMIT), 1.0),
+        (("cat calc.py", FIX, "echo x > __pycache__.pyc", SUBMIT), 1.0),
+        ((SUBMIT,), 0.0),
+        (("sed -i s/-/*/ calc.py", SUBMIT), 0.0),
+        ((SUBMIT,), 0.0),
+    ]:
+        rig.gateway.sessions[KEY] = script(*commands)
+        cause, reward, report = await rig.run(task)
+        assert (cause, reward) == ("CAUSE_SUBMITTED", want), report
+        num_verifier_commands.append(report.num_verifier_commands)
+    assert num_verifier_commands == [1, 0, 1, 1, 0]
+    assert rig.broker.num_acquired == 5 + 3
+    assert "equal work was graded before: output differs" in report.evidence
+
+
+async def test_tests_that_die_are_no_verdict_on_equal_work(rig: Rig, tmp_path: Path) -> None:
+    rig.configure(grading={"reuse_verdicts": 4})
+    task = fakes.write_task(tmp_path, test_sh="#!/bin/sh\nkill -9 $$\n", solve_sh=None)
+    for _ in range(2):
+        rig.gateway.sessions[KEY] = script(SUBMIT)
+        cause, reward, report = await rig.run(task)
+        assert (reward, report.num_verifier_commands) == (None, 2), (cause, report)
+
+
 async def test_mini_profile_uses_bash_blocks(rig: Rig, tmp_path: Path) -> None:
     def block(command: str) -> str:
         return f"THOUGHT: try.\n\n```mswea_bash_command\n{command}\n```"

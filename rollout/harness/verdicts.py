@@ -14,7 +14,7 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rollout.harness.changes import Changes, TreeFile
 
@@ -41,8 +41,8 @@ class Verdicts:
     """Verdicts of one task by `digest`, least recently used dropped. Not for several loops."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[bytes, object] = OrderedDict()
-        self._under_way: dict[bytes, asyncio.Lock] = {}
+        self._kept: OrderedDict[bytes, Any] = OrderedDict()
+        self._under_way: dict[bytes, asyncio.Future[None]] = {}
 
     async def get(
         self,
@@ -53,21 +53,26 @@ class Verdicts:
     ) -> tuple[_V, bool]:
         """(verdict, whether it is another attempt's): `grade`s unless it is known.
 
-        While one attempt is graded, those with the same key wait for it; if it ends with nothing
-        to keep, the next one grades its own. Raises what `grade` raises.
+        While one attempt is graded, those with the same key wait for it; if it ends with nothing to
+        keep, they grade on their own, all at once. Raises what `grade` raises.
         """
-        lock = self._under_way.setdefault(key, asyncio.Lock())
+        under_way = self._under_way.get(key)
+        if under_way is not None:
+            await asyncio.wait({under_way})
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key], True
+        ended = asyncio.get_running_loop().create_future()
+        if under_way is None:
+            self._under_way[key] = ended
         try:
-            async with lock:
-                if key in self._kept:
-                    self._kept.move_to_end(key)
-                    return self._kept[key], True  # type: ignore[return-value]
-                verdict = await grade()
-                if is_kept(verdict):
-                    self._kept[key] = verdict
-                    while len(self._kept) > max_kept:
-                        self._kept.popitem(last=False)
-                return verdict, False
+            verdict = await grade()
+            if is_kept(verdict):
+                self._kept[key] = verdict
+                while len(self._kept) > max_kept:
+                    self._kept.popitem(last=False)
+            return verdict, False
         finally:
-            if not lock.locked():
-                self._under_way.pop(key, None)
+            if self._under_way.get(key) is ended:
+                del self._under_way[key]
+            ended.set_result(None)
