@@ -275,7 +275,7 @@ class AttemptTable:
             "UPDATE attempts SET state='queued', session_key=NULL, worker='', num_retries=0,"
             " reward=NULL, cause=0, report=x'', started_at=0, finished_at=0, finish_order=0,"
             " num_tokens=0, num_trained_tokens=0, num_turns=0, oldest_weight_version=0,"
-            " newest_weight_version=0 WHERE evaluation=?",
+            " newest_weight_version=0, turn_times=x'' WHERE evaluation=?",
             (evaluation,),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -78,3 +79,14 @@ def run_root(workdir: Path) -> Path:
     runs = sorted((workdir / "runs").iterdir())
     assert len(runs) == 1, runs
     return runs[0]
+
+
+def pid_of(root: Path, module: str) -> int | None:
+    """The process that runs `module` for the run in root; None while there is none."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if module in words and any(f"{root}/" in word for word in words):
+                found.append(int(entry.name))
+    return min(found, default=None)

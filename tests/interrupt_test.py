@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import leftovers
-from tests.command import Command, run_root, swe_rl
+from tests.command import Command, pid_of, run_root, swe_rl
 
 _TIMEOUT_S = 400
 
@@ -82,18 +82,24 @@ def test_kill_9_of_the_command_leaves_no_process(tmp_path):
     assert leftovers.wait_until_clean(before, command.marker) == {}
 
 
-def test_a_process_that_keeps_dying_ends_the_run_with_its_reason(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("broker", "sandbox.server"),
+        ("manager", "rollout.server"),
+        ("trainer", "trainer.server"),
+    ],
+    ids=["broker", "manager", "trainer"],
+)
+def test_a_process_that_keeps_dying_ends_the_run_with_its_reason(tmp_path, name, module):
+    """Nothing of it is left, though no later one comes to sweep."""
     command = Command(tmp_path, "@", "smoke", "--run.max_restarts=0")
     root = wait_for(command, tmp_path, pretraining)
-    for entry in Path("/proc").iterdir():
-        try:
-            text = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if entry.name.isdigit() and b"sandbox.server" in text and str(root).encode() in text:
-            os.kill(int(entry.name), signal.SIGKILL)
+    pid = pid_of(root, module)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
     outcome = command.finish(90)
     assert outcome.code == 3
-    assert "error: broker died" in outcome.err
+    assert f"error: {name} died" in outcome.err
     assert "SIGKILL" in outcome.err
     assert outcome.left == {}

@@ -21,7 +21,7 @@ from harbor.trial.hooks import TrialEvent, TrialHookEvent
 from proto import rollout_pb2, trajectory_pb2
 from rollout.harness.agent import MiniAgent, mini_version
 from rollout.harness.attempt_record import AttemptRecord, Phase
-from rollout.harness.causes import AgentEnd, Classified, classify
+from rollout.harness.causes import AgentEnd, Classified, classify, is_explained
 from rollout.harness.config import HarnessConfig
 from rollout.harness.environment import BrokerEnvironment
 from rollout.harness.errors import TaskFormatError
@@ -99,9 +99,9 @@ class AttemptRunner:
         if result.exception_info is None:
             return None
         record.note(f"{result.exception_info.exception_message}"[:1000])
-        if result.exception_info.policy.cause == "unclassified":
+        if not is_explained(result.exception_info.exception_type):
             _LOG.error(
-                "attempt %s: unclassified failure\n%s",
+                "attempt %s: failure without an explanation\n%s",
                 record.attempt_id,
                 result.exception_info.exception_traceback,
             )

@@ -157,6 +157,12 @@ def classify(evidence: Evidence) -> Classified:
     return Classified(_SCORED_ENDS[evidence.agent_end], evidence.reward, words)
 
 
+def is_explained(exception_type: str) -> bool:
+    """True for an exception whose name tells the cause; of any other the traceback is wanted."""
+    known = exception_type in _OWN_ERRORS or exception_type in _HOST_ERRORS
+    return known or policy_for(exception_type).cause in _HARBOR_CAUSES
+
+
 def _from_exception(evidence: Evidence, name: str, words: str) -> Classified:
     if name in _OWN_ERRORS:
         away = name == errors.EnginesAwayError.__name__

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from proto.trajectory_pb2 import Cause
-from rollout.harness.causes import EVIDENCE_CAP, AgentEnd, Evidence, Verdict, classify
+from rollout.harness.causes import (
+    EVIDENCE_CAP,
+    AgentEnd,
+    Evidence,
+    Verdict,
+    classify,
+    is_explained,
+)
 
 GRADED: dict[str, Any] = {"verdict": Verdict.GRADED, "reward": 1.0}
 
@@ -217,3 +224,10 @@ def test_every_cause_that_a_worker_can_give_is_tested() -> None:
 
 def test_evidence_is_capped() -> None:
     assert len(classify(Evidence(detail="x" * 9000)).evidence) == EVIDENCE_CAP
+
+
+def test_only_what_nobody_knows_wants_its_traceback():
+    explained = ("SessionFencedError", "EnginesAwayError", "BlockingIOError", "CancelledError")
+    assert all(is_explained(name) for name in explained)
+    assert not is_explained("ZeroDivisionError")
+    assert not is_explained("TimeoutError")
