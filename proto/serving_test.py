@@ -175,15 +175,16 @@ def test_a_short_token_is_refused(tmp_path):
         serving.dial("192.0.2.1:1", serving.ClientSecurity(token_file=token))
 
 
-def test_a_service_collects_garbage_rarely():
+def test_a_service_runs_on_uvloop_and_collects_garbage_rarely():
     program = (
-        "import gc\n"
+        "import asyncio, gc\n"
         "from proto.serving import run_service\n"
         "async def serve():\n"
+        "    print(type(asyncio.get_running_loop()).__module__)\n"
         "    print(gc.get_freeze_count() > 10_000, gc.get_threshold()[0])\n"
         "run_service(serve())\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.split() == ["True", "50000"], done.stderr
+    assert done.stdout.split() == ["uvloop", "True", "50000"], done.stderr

@@ -29,13 +29,14 @@ _NUM_STEPS = 8
 _TIMEOUT_S = 800.0
 _MOMENT_S = 400.0
 _RETURN_S = 200.0
-_MAX_KILLS = 4
+_MAX_KILLS = 6
 """Tries to meet one moment."""
 _SETTINGS = (
     f"--rl.num_steps={_NUM_STEPS}",
     f"--run.max_restarts={3 * _MAX_KILLS}",
     f"--rollout.engines.max_restarts={3 * _MAX_KILLS}",
     "--evaluation.generate_only_trajectories=0",
+    "--trainer.weight_sync={bucket_bytes=262144}",  # many buckets: a window that can be met
 )
 
 
@@ -129,13 +130,15 @@ def kill_at(
     """Kills the process inside the moment, and waits for the one after it; returns the kills."""
     ledger = LedgerView(root)
     for num_kills in range(1, _MAX_KILLS + 1):
-        wait_until(command, f"a {kind.module}", lambda: pid_of(root, kind.module), _RETURN_S)
+        found = wait_until(
+            command, f"a {kind.module}", lambda: pid_of(root, kind.module), _RETURN_S
+        )
+        assert isinstance(found, int)
+        pid = found  # now: looking for it would outlast the shorter moments
         met = wait_until(command, moment.__name__, lambda: moment(ledger), _MOMENT_S)
-        pid = pid_of(root, kind.module)
-        assert pid is not None
         os.kill(pid, signal.SIGKILL)
         was_inside = moment(ledger) == met
-        gone = {None, pid}
+        gone: set[int | None] = {None, pid}
 
         def has_returned(gone: set[int | None] = gone) -> bool:
             return pid_of(root, kind.module) not in gone

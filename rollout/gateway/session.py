@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -120,7 +121,8 @@ class SessionCache:
         return session
 
     def _make_room(self) -> None:
-        for key in list(self._sessions)[: max(0, len(self._sessions) - self._max_sessions)]:
+        num_over = max(0, len(self._sessions) - self._max_sessions)
+        for key in list(itertools.islice(self._sessions, num_over)):
             # One in use stays: two copies of a session could disagree.
             if not self._sessions[key].lock.locked():
                 del self._sessions[key]

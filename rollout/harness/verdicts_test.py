@@ -44,7 +44,7 @@ def test_content_does_not_run_into_the_next_path() -> None:
 class Grader:
     """Grades when told to; `verdicts` are what it says in turn, an exception is raised."""
 
-    def __init__(self, *verdicts: float | None | Exception) -> None:
+    def __init__(self, *verdicts: float | Exception | None) -> None:
         self.verdicts = list(verdicts)
         self.num_calls = 0
         self.go = asyncio.Event()
@@ -52,6 +52,7 @@ class Grader:
     async def __call__(self) -> float | None:
         self.num_calls += 1
         await self.go.wait()
+        await asyncio.sleep(0)  # as a sandbox: never done at once
         verdict = self.verdicts.pop(0)
         if isinstance(verdict, Exception):
             raise verdict
