@@ -130,11 +130,9 @@ def kill_at(
     """Kills the process inside the moment, and waits for the one after it; returns the kills."""
     ledger = LedgerView(root)
     for num_kills in range(1, _MAX_KILLS + 1):
-        found = wait_until(
-            command, f"a {kind.module}", lambda: pid_of(root, kind.module), _RETURN_S
-        )
-        assert isinstance(found, int)
-        pid = found  # now: looking for it would outlast the shorter moments
+        # Now: looking for it would outlast the shorter moments.
+        pid = wait_until(command, f"a {kind.module}", lambda: pid_of(root, kind.module), _RETURN_S)
+        assert isinstance(pid, int)
         met = wait_until(command, moment.__name__, lambda: moment(ledger), _MOMENT_S)
         os.kill(pid, signal.SIGKILL)
         was_inside = moment(ledger) == met
