@@ -19,6 +19,7 @@ from launch.errors import JobFailed
 from launch.run_directory import write_json
 from proto import rollout_pb2, trajectory_pb2
 from rollout.client import (
+    ConflictError,
     DeadlineError,
     RolloutClient,
     UnavailableError,
@@ -68,7 +69,7 @@ async def evaluate(
 
     A result that is already there is returned as it is. republish publishes the same weights again,
     when the engines that served them are lost; the evaluation then starts over at their new version.
-    Raises JobFailed at the deadline.
+    Raises JobFailed at the deadline, and if it began with other settings before a resume.
     """
     deadline = time.monotonic() + timeout_s
     name = evaluation_name(stage, temperature)
@@ -152,6 +153,12 @@ async def _start(
         try:
             await client.start_evaluation(request)
             return
+        except ConflictError as error:
+            raise JobFailed(
+                f"evaluation {request.name} began with other settings than "
+                f"evaluation.attempts_per_task={request.attempts_per_task}: resume with the value "
+                "that it began with, or start a new run"
+            ) from error
         except (DeadlineError, UnavailableError):
             if time.monotonic() >= deadline:
                 raise

@@ -6,8 +6,12 @@ import asyncio
 import json
 from typing import Any
 
-from launch.evaluation import load_evaluations, record_periodic
+import pytest
+
+from launch.errors import JobFailed
+from launch.evaluation import evaluate, load_evaluations, record_periodic
 from proto import rollout_pb2, trajectory_pb2
+from rollout.client import ConflictError
 
 
 class FinishedEvaluations:
@@ -71,3 +75,20 @@ def test_a_run_without_them_is_left_alone(tmp_path):
     client: Any = FinishedEvaluations()
     asyncio.run(record_periodic(client, tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+class RefusesToStart:
+    """Answers as a manager that holds an evaluation of this name with other arguments."""
+
+    async def start_evaluation(self, request: rollout_pb2.StartEvaluationRequest) -> None:
+        raise ConflictError(f"evaluation {request.name} was started with other arguments")
+
+
+def test_changed_settings_of_a_begun_evaluation_are_named(tmp_path):
+    client: Any = RefusesToStart()
+    call = evaluate(
+        client, tmp_path, stage="sft", temperature=1.0, attempts_per_task=3, timeout_s=5.0
+    )
+    with pytest.raises(JobFailed, match=r"sft-t1 .*attempts_per_task=3: resume with the value"):
+        asyncio.run(call)
+    assert not (tmp_path / "evaluations.json").exists()

@@ -296,14 +296,30 @@ class SandboxBroker:
         return await self._run(lease, lease.sandbox.download(path, self._transfer(max_bytes)))
 
     async def collect_changes(
-        self, lease_id: str, epoch: int, path: str, max_bytes: int, *, kill_processes: bool = False
+        self,
+        lease_id: str,
+        epoch: int,
+        path: str,
+        max_bytes: int,
+        *,
+        kill_processes: bool = False,
+        release: bool = False,
     ) -> tuple[BinaryIO, list[str]]:
-        """A tar file of the changes below path, and the deleted paths."""
+        """A tar file of the changes below path, and the deleted paths. `release` ends the lease
+        after it.
+        """
         lease = self.lease(lease_id, epoch)
         if kill_processes:
             await self._run(lease, lease.sandbox.kill_processes())
         work = lease.sandbox.collect_changes(path, self._transfer(max_bytes))
-        return await self._run(lease, work)
+        file, deleted = await self._run(lease, work)
+        if release:
+            try:
+                await self.release(lease_id, epoch)
+            except BaseException:
+                file.close()
+                raise
+        return file, deleted
 
     async def _run(self, lease: Lease[Sandbox], work: Coroutine[Any, Any, Any]) -> Any:
         """Awaits work in a sandbox; one that died because its lease ended is unknown instead."""

@@ -305,10 +305,12 @@ class SandboxClient:
         timeout_s: float = 120.0,
         *,
         kill_processes: bool = False,
+        release: bool = False,
     ) -> Changes:
         """What changed below a directory since the lease began, uploads included.
 
-        Args: kill_processes kills what still runs first.
+        Args: kill_processes kills what still runs first; release frees the sandbox afterwards, unless
+        the call fails.
         """
         request = pb.CollectChangesRequest(
             lease_id=lease.lease_id,
@@ -316,6 +318,7 @@ class SandboxClient:
             path=path,
             max_bytes=max_bytes,
             kill_processes=kill_processes,
+            release=release,
         )
         data, deleted = await _collect(self._stub.CollectChanges(request, timeout=timeout_s))
         return Changes(data, tuple(deleted))

@@ -165,12 +165,15 @@ class BrokerServicer(sandbox_pb2_grpc.SandboxBrokerServicer):
             request.path,
             request.max_bytes,
             kill_processes=request.kill_processes,
+            release=request.release,
         )
         file, deleted = await _answer(context, work)
         with file:
-            while data := file.read(_CHUNK_BYTES):
+            data = file.read(_CHUNK_BYTES)
+            while following := file.read(_CHUNK_BYTES):
                 yield pb.TarChunk(data=data)
-        yield pb.TarChunk(deleted_paths=deleted)
+                data = following
+        yield pb.TarChunk(data=data, deleted_paths=deleted)
 
     async def KillProcesses(
         self, request: pb.KillProcessesRequest, context: grpc.aio.ServicerContext

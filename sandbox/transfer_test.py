@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from sandbox.client import MAX_ACQUIRE_ARCHIVE_BYTES, InvalidRequestError, TooLargeError
+from sandbox.client import (
+    MAX_ACQUIRE_ARCHIVE_BYTES,
+    InvalidRequestError,
+    TooLargeError,
+    UnknownLeaseError,
+)
 from sandbox.config import ImageConfig
 from sandbox.conftest import Rig, RunRig
 
@@ -166,3 +171,23 @@ async def test_changes_are_collected_once_nothing_runs_any_more(rig: Rig) -> Non
         assert (await running).exit_code == 137
         again = await rig.client.collect_changes(lease, "/app")
         assert again.archive == changes.archive and names(again.archive) == ["f"]
+
+
+@pytest.mark.parametrize("num_bytes", [3, 700_000], ids=["one_chunk", "chunks"])
+async def test_changes_can_be_the_last_that_is_asked_of_a_sandbox(rig: Rig, num_bytes: int) -> None:
+    lease = await rig.client.acquire("host")
+    await rig.client.upload_files(lease, {"a": b"x" * num_bytes}, "/app")
+    for refused in ("/app/a", "relative"):
+        with pytest.raises(InvalidRequestError):
+            await rig.client.collect_changes(lease, refused, release=True)
+    with pytest.raises(TooLargeError):
+        await rig.client.collect_changes(lease, "/app", max_bytes=2, release=True)
+    assert (await rig.client.status()).num_active == 1
+    kept = await rig.client.collect_changes(lease, "/app")
+    changes = await rig.client.collect_changes(lease, "/app", kill_processes=True, release=True)
+    assert changes == kept and names(changes.archive) == ["a"]
+    status = await rig.client.status()
+    assert (status.num_active, status.counters["num_released"]) == (0, 1)
+    assert not await rig.client.release(lease)
+    with pytest.raises(UnknownLeaseError):
+        await rig.client.collect_changes(lease, "/app")

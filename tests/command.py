@@ -6,11 +6,16 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from tests import leftovers
+
+T = TypeVar("T")
 
 SWE_RL = Path("launch/swe_rl").absolute()
 """The command in this test's runfiles."""
@@ -61,6 +66,16 @@ class Command:
             ) from None
         left = leftovers.wait_until_clean(self._before, self.marker)
         return Outcome(self.process.returncode, out, err, left)
+
+    def wait_until(self, what: str, look: Callable[[], T | None], timeout_s: float) -> T:
+        """The first true result of `look`, asked every few milliseconds while the command runs."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if found := look():
+                return found
+            assert self.process.poll() is None, (what, self.process.communicate())
+            time.sleep(0.003)
+        raise AssertionError(f"{what} did not come within {timeout_s} s")
 
     def interrupt(self, number: int = signal.SIGINT) -> None:
         """Sends a signal to the command alone, as `kill` does."""

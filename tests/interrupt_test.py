@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,16 +15,14 @@ from tests.command import Command, pid_of, run_root, swe_rl
 _TIMEOUT_S = 400
 
 
-def wait_for(command: Command, workdir: Path, ready) -> Path:
-    """Waits until ready(run directory); returns the run directory."""
-    deadline = time.monotonic() + _TIMEOUT_S
-    while time.monotonic() < deadline:
-        assert command.process.poll() is None, command.process.communicate()
-        roots = list(workdir.glob("runs/*/config.toml"))
-        if roots and ready(roots[0].parent):
-            return roots[0].parent
-        time.sleep(0.2)
-    raise AssertionError("the moment did not come")
+def wait_for(command: Command, workdir: Path, moment: Callable[[Path], bool]) -> Path:
+    """Waits until moment(run directory); returns the run directory."""
+
+    def met() -> Path | None:
+        roots = [path.parent for path in workdir.glob("runs/*/config.toml")]
+        return roots[0] if roots and moment(roots[0]) else None
+
+    return command.wait_until(moment.__name__, met, _TIMEOUT_S)
 
 
 def pretraining(root: Path) -> bool:

@@ -14,7 +14,6 @@ import os
 import shutil
 import signal
 import sqlite3
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,17 +112,6 @@ def publishing(ledger: LedgerView) -> object:
     return ledger.num_trained() >= 2 and window and window[1] == "buckets" and window[0]
 
 
-def wait_until(command: Command, what: str, look: Callable[[], object], timeout_s: float) -> object:
-    """The first true result of look, which is asked every few milliseconds."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if found := look():
-            return found
-        assert command.process.poll() is None, (what, command.process.communicate())
-        time.sleep(0.003)
-    raise AssertionError(f"{what} did not come within {timeout_s} s")
-
-
 def kill_at(
     command: Command, root: Path, kind: Kind, moment: Callable[[LedgerView], object]
 ) -> int:
@@ -131,9 +119,8 @@ def kill_at(
     ledger = LedgerView(root)
     for num_kills in range(1, _MAX_KILLS + 1):
         # Now: looking for it would outlast the shorter moments.
-        pid = wait_until(command, f"a {kind.module}", lambda: pid_of(root, kind.module), _RETURN_S)
-        assert isinstance(pid, int)
-        met = wait_until(command, moment.__name__, lambda: moment(ledger), _MOMENT_S)
+        pid = command.wait_until(f"a {kind.module}", lambda: pid_of(root, kind.module), _RETURN_S)
+        met = command.wait_until(moment.__name__, lambda: moment(ledger), _MOMENT_S)
         os.kill(pid, signal.SIGKILL)
         was_inside = moment(ledger) == met
         gone: set[int | None] = {None, pid}
@@ -141,7 +128,7 @@ def kill_at(
         def has_returned(gone: set[int | None] = gone) -> bool:
             return pid_of(root, kind.module) not in gone
 
-        wait_until(command, f"another {kind.module}", has_returned, _RETURN_S)
+        command.wait_until(f"another {kind.module}", has_returned, _RETURN_S)
         if was_inside:
             return num_kills
     raise AssertionError(f"{kind.module} was never killed inside {moment.__name__}")
@@ -158,7 +145,7 @@ def pretrained_fixture(tmp_path_factory) -> Path:
         state = root / "state.json"
         return state.exists() and '"pretrain"' in state.read_text()
 
-    wait_until(command, "the end of pre-training", is_pretrained, _MOMENT_S)
+    command.wait_until("the end of pre-training", is_pretrained, _MOMENT_S)
     command.interrupt()
     outcome = command.finish(120)
     assert outcome.left == {}
@@ -202,7 +189,7 @@ def test_a_killed_command_is_resumed_at_once(pretrained, tmp_path):
     root = moved(pretrained, tmp_path)
     before = leftovers.footprint("none")
     command = Command(tmp_path, "resume")
-    wait_until(command, "sampling", lambda: sampling(LedgerView(root)), _MOMENT_S)
+    command.wait_until("sampling", lambda: sampling(LedgerView(root)), _MOMENT_S)
     os.kill(command.process.pid, signal.SIGKILL)
     command.process.communicate()
     outcome = swe_rl(tmp_path, "resume", timeout_s=_TIMEOUT_S)

@@ -56,6 +56,7 @@ def engine_command(config: EngineConfig, port: int) -> list[str]:
         f"--max-total-tokens={config.max_total_tokens}",
         f"--max-running-requests={config.max_running_requests}",
         f"--custom-weight-loader={config.weight_loader}",
+        "--skip-tokenizer-init",  # ids in, ids out: text is the gateway's
         "--enable-metrics",
         "--log-level-http=warning",
         *config.extra_flags,

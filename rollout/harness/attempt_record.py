@@ -49,7 +49,8 @@ class AttemptRecord:
     agent_s: float = 0.0
     verifier_s: float = 0.0
     agent_end: AgentEnd | None = None
-    detail: str = ""
+    notes: list[str] = field(default_factory=list)
+    """The evidence in words, in the order in which it came."""
     failed_phase: str = ""
     sandbox_died: bool = False
     backend_away: bool = False
@@ -60,8 +61,9 @@ class AttemptRecord:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def note(self, text: str) -> None:
-        """Adds to the evidence in words."""
-        self.detail = f"{self.detail}; {text}" if self.detail else text
+        """Adds to the evidence in words; nothing for an empty text."""
+        if text:
+            self.notes.append(text)
 
     def spent_s(self) -> float:
         """What counts against the time budget: decoding and tool time."""
@@ -72,7 +74,7 @@ class AttemptRecord:
         return Evidence(
             agent_end=self.agent_end,
             exception_type=exception_type,
-            detail=self.detail,
+            detail="; ".join(self.notes),
             abandoned=self.abandoned,
             failed_phase=self.failed_phase,
             sandbox_died=self.sandbox_died,

@@ -178,6 +178,8 @@ class FakeBroker(sandbox_pb2_grpc.SandboxBrokerServicer):
         if request.kill_processes:
             _kill_all(box)
         data = _tar(box.root / request.path.strip("/"), ".")
+        if request.release:
+            await self.Release(sandbox_pb2.ReleaseRequest(lease_id=request.lease_id), context)
         yield sandbox_pb2.TarChunk(data=b"\xff" * 2048 if self.corrupt_archives else data)
 
     async def release_all(self) -> None:

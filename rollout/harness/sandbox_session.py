@@ -63,6 +63,7 @@ class SandboxSession:
         self._client, self._config, self._held_lease = client, config, lease
         self._on_failure = on_failure
         self._lost: SandboxError | None = None
+        self._is_released = False
         self._keeper = asyncio.create_task(self._keep_alive(), name=f"keep-{lease.lease_id}")
 
     @classmethod
@@ -158,17 +159,20 @@ class SandboxSession:
         except TaskFormatError:
             return None
 
-    async def collect_changes(self, path: str, max_bytes: int) -> Changes:
-        """Kills all that was left running, then tells what changed below path since the lease began,
-        uploads included.
+    async def take_changes(self, path: str, max_bytes: int) -> Changes:
+        """Kills all that was left running, tells what changed below path since the lease began,
+        uploads included, and gives the sandbox back.
 
-        Raises TransferTooLargeError past max_bytes.
+        Raises TransferTooLargeError past max_bytes; the sandbox then lives on.
         """
         timeout_s = self._config.transfer_timeout_s
         call = self._client.collect_changes(
-            self._lease, path, max_bytes, timeout_s, kill_processes=True
+            self._lease, path, max_bytes, timeout_s, kill_processes=True, release=True
         )
-        return await self._guarded(call, f"changes of {path}")
+        changes = await self._guarded(call, f"changes of {path}")
+        self._is_released = True
+        self._keeper.cancel()
+        return changes
 
     async def kill_processes(self) -> None:
         """Kills all that was left running."""
@@ -177,6 +181,8 @@ class SandboxSession:
     async def close(self) -> None:
         """Gives the sandbox back. Never raises: a lease that cannot be released expires."""
         self._keeper.cancel()
+        if self._is_released:
+            return
         with contextlib.suppress(SandboxError):
             await self._client.release(self._held_lease)
 

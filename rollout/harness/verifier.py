@@ -6,7 +6,7 @@ clock. The two other hooks lose: Harbor's "separate verifier environment" carrie
 artifacts only, not the agent's changes, and asks every task to opt in; reacting to the upload
 of the tests inside the environment would leave the reward to a file of the sandbox.
 
-    agent's sandbox: kill processes -> collect changes -> release
+    agent's sandbox: kill processes -> collect changes -> release, in one call
     fresh sandbox:   environment/ + changes + tests/ in one upload -> test.sh -> read the log
     worker:          reward from the log and tests/grading.json
 
@@ -116,10 +116,10 @@ class FreshSandboxVerifier(BaseVerifier):
         return VerifierResult(rewards={"reward": reward})
 
     async def _collect(self) -> Changes:
-        """Freezes the agent's sandbox and takes its changes."""
+        """Takes the changes in the agent's sandbox, which ends it."""
         environment = self._environment
         folder, session = environment.folder, environment.session()
-        collected = await session.collect_changes(
+        collected = await session.take_changes(
             folder.workdir, environment.config.sandbox.max_change_bytes
         )
         try:
@@ -138,11 +138,11 @@ class FreshSandboxVerifier(BaseVerifier):
         max_kept = environment.config.grading.reuse_verdicts
         if not max_kept:
             return await self._run_tests(changes)
-        before = record.detail
+        num_before = len(record.notes)
 
         async def graded() -> tuple[TestRun, str]:
             run = await self._run_tests(changes)
-            return run, record.detail.removeprefix(before).removeprefix("; ")
+            return run, "; ".join(record.notes[num_before:])
 
         (run, said), is_reused = await environment.folder.verdicts.get(
             digest(changes), graded, lambda graded: graded[0].death is None, max_kept
