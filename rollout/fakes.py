@@ -255,3 +255,42 @@ async def play(
     if reward is not None:
         request.reward = reward
     return await client.finish_attempt(request)
+
+
+async def add_tasks(client: RolloutClient, num: int, pool: int = pb.POOL_TRAIN) -> None:
+    """Adds tasks POOL0, POOL1, ... to a pool."""
+    name = pb.Pool.Name(pb.Pool.ValueType(pool)).removeprefix("POOL_").lower()
+    tasks = [pb.Task(task_id=f"{name}{i}", path=f"/tasks/{name}{i}") for i in range(num)]
+    await client.add_tasks(pb.AddTasksRequest(pool=pb.Pool.ValueType(pool), tasks=tasks))
+
+
+async def begin(client: RolloutClient, num_tasks: int = 4) -> None:
+    """Training tasks, version 1 on the engines, admission open."""
+    await add_tasks(client, num_tasks)
+    await publish(client, 1)
+    await client.set_admission(pb.SetAdmissionRequest(open=True))
+
+
+async def lease(
+    client: RolloutClient, num: int, worker: str = "w", timeout_s: float = 5.0
+) -> list[pb.LeasedAttempt]:
+    request = pb.LeaseAttemptsRequest(worker=worker, max_attempts=num)
+    return list((await client.lease_attempts(request, timeout_s=timeout_s)).attempts)
+
+
+def admit(
+    leased: pb.LeasedAttempt, ticket: str, prompt: int = 3, new: int = 8
+) -> pb.AdmitTurnRequest:
+    """A ticket request for the next turn of a leased attempt."""
+    return pb.AdmitTurnRequest(
+        ticket_id=ticket,
+        attempt_id=leased.attempt_id,
+        epoch=leased.epoch,
+        prompt_tokens=prompt,
+        max_new_tokens=new,
+    )
+
+
+async def next_batch(client: RolloutClient, step: int, num_groups: int = 2) -> pb.NextBatchReply:
+    request = pb.NextBatchRequest(step=step, weight_version=1, num_groups=num_groups)
+    return await client.next_batch(request, timeout_s=5.0)
