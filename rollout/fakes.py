@@ -274,6 +274,7 @@ async def begin(client: RolloutClient, num_tasks: int = 4) -> None:
 async def lease(
     client: RolloutClient, num: int, worker: str = "w", timeout_s: float = 5.0
 ) -> list[pb.LeasedAttempt]:
+    """Up to `num` attempts; fewer, or none, when that is all there is within `timeout_s`."""
     request = pb.LeaseAttemptsRequest(worker=worker, max_attempts=num)
     return list((await client.lease_attempts(request, timeout_s=timeout_s)).attempts)
 
@@ -292,5 +293,6 @@ def admit(
 
 
 async def next_batch(client: RolloutClient, step: int, num_groups: int = 2) -> pb.NextBatchReply:
+    """The batch of a step, by a trainer at weight_version 1."""
     request = pb.NextBatchRequest(step=step, weight_version=1, num_groups=num_groups)
     return await client.next_batch(request, timeout_s=5.0)
