@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from launch.errors import UsageError
 from launch.recipe import Recipe, to_toml
 from launch.replay_comparison import read_steps
-from launch.run_directory import RunDirectory
+from launch.run_directory import RunDirectory, write_text
 
 _FIXED = ("run.name=", "run.directory=", "run.seed=", "tasks.")
 """Settings that a run that has begun cannot change: its folders were made with them."""
@@ -39,13 +39,12 @@ def check(overrides: Sequence[str]) -> None:
 
 def apply(run: RunDirectory, recipe: Recipe, overrides: Sequence[str]) -> None:
     """Makes `recipe`, which has the overrides, the run's, and remembers them."""
+    text = to_toml(recipe)
     state = run.load_state()
     after = len(read_steps(run.metrics / "rl.jsonl"))
     state.setdefault(_KEY, []).append({"after_step": after, "settings": list(overrides)})
     run.save_state(state)
-    written = run.config.with_suffix(".new")
-    written.write_text(to_toml(recipe))
-    written.replace(run.config)
+    write_text(run.config, text)
 
 
 def changes(run: RunDirectory) -> list[Change]:

@@ -16,6 +16,11 @@ def choose_ports(names: Sequence[str], base_port: int) -> dict[str, int]:
     if base_port == 0:
         return _free_ports(names)
     ports = {name: base_port + index for index, name in enumerate(names)}
+    if base_port + len(names) > 65536:
+        raise UsageError(
+            f"{len(names)} processes want ports from {base_port} on, which end at 65535: set "
+            "--run.base_port to a lower base (0 takes free ports)"
+        )
     for name, port in ports.items():
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

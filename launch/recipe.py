@@ -10,6 +10,7 @@ Order of precedence: `--section.field=value` > the recipe > defaults of the mode
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,17 @@ from launch.errors import UsageError
 M = TypeVar("M", bound=BaseModel)
 
 RECIPES = Path(__file__).parent / "recipes"
+
+_SHARED = {
+    "rollout.batch_groups": "rl.groups_per_step",
+    "rollout.group_size": "rl.group_size",
+    "rollout.max_staleness": "rl.max_staleness",
+    "rollout.seed": "run.seed",
+    "trainer.rl.groups_per_step": "rl.groups_per_step",
+    "trainer.rl.max_staleness": "rl.max_staleness",
+    "trainer.seed": "run.seed",
+}
+"""Settings that several processes must agree on, and the one place where each is set."""
 
 
 class _Section(BaseModel):
@@ -141,18 +153,13 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _shared_settings_live_in_rl(self) -> Recipe:
-        for section, key, name in (
-            ("rollout", "batch_groups", "groups_per_step"),
-            ("rollout", "group_size", "group_size"),
-            ("rollout", "max_staleness", "max_staleness"),
-            ("rollout", "seed", "run.seed"),
-            ("trainer", "seed", "run.seed"),
-        ):
-            if key in getattr(self, section):
-                where = name if "." in name else f"rl.{name}"
-                raise ValueError(
-                    f"{section}.{key} is shared by several processes: set {where} instead"
-                )
+        for shared, instead in _SHARED.items():
+            section, *keys = shared.split(".")
+            at: Any = getattr(self, section)
+            for key in keys:
+                at = at.get(key) if isinstance(at, Mapping) else None
+            if at is not None:
+                raise ValueError(f"{shared} is shared by several processes: set {instead} instead")
         return self
 
 
@@ -169,10 +176,11 @@ def load_recipe(source: str, overrides: Sequence[str] = ()) -> tuple[str, Recipe
         raise UsageError(
             f"no recipe {source!r}: want one of {', '.join(known)}, or PATH.toml"
         ) from error
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # torn TOML, or bytes that are no text
         raise UsageError(f"cannot read the recipe {path}: {error}") from error
     for override in overrides:
         _apply(values, override)
+    _check_finite(values, f"recipe {source}")
     return path.stem, validated(Recipe, values, f"recipe {source}")
 
 
@@ -189,6 +197,18 @@ def to_toml(recipe: Recipe) -> str:
     import tomli_w
 
     return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))
+
+
+def _check_finite(value: Any, where: str, key: str = "") -> None:
+    """Raises UsageError for inf and nan: no setting wants them, and JSON has no name for them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(f"{where}: {key}: {value} is no finite number")
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            _check_finite(inner, where, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for inner in value:
+            _check_finite(inner, where, key)
 
 
 def _explain(model: type[BaseModel], error: ValidationError, where: str) -> str:

@@ -41,6 +41,10 @@ def test_overrides_win_over_the_recipe():
         ("--rl.num_steps=many", r"rl\.num_steps: Input should be a valid integer.*got 'many'"),
         ("--rl.num_steps=0", r"rl\.num_steps: Input should be greater than 0 \(got 0\)"),
         ("--rollout.group_size=3", r"rollout\.group_size is shared .* set rl\.group_size instead"),
+        ("--trainer.rl.groups_per_step=3", r"is shared .* set rl\.groups_per_step instead"),
+        ("--trainer.rl.max_staleness=3", r"is shared .* set rl\.max_staleness instead"),
+        ("--trainer.rl.optim.lr=inf", r"trainer\.rl\.optim\.lr: inf is no finite number"),
+        ("--trainer.rl.guards.max_grad_norm=nan", r"max_grad_norm: nan is no finite number"),
         ("--rl=3", r"cannot read '--rl=3': want --section\.field=value"),
         ("--rl.num_steps.x=3", r"num_steps is a value, not a section"),
     ],
@@ -56,9 +60,10 @@ def test_an_unknown_recipe_names_the_known_ones():
         load_recipe("nope")
 
 
-def test_a_torn_toml_is_named(tmp_path):
+@pytest.mark.parametrize("content", [b"[rl\n", b'[run]\nname = "\xff"\n'], ids=["torn", "no_text"])
+def test_a_file_that_is_no_toml_is_named(tmp_path, content):
     path = tmp_path / "torn.toml"
-    path.write_text("[rl\n")
+    path.write_bytes(content)
     with pytest.raises(UsageError, match="cannot read the recipe"):
         load_recipe(str(path))
 

@@ -57,12 +57,12 @@ class Comparison:
 def read_steps(path: Path) -> list[Row]:
     """Whole rows of a metrics file from step 1 on without a gap; a torn last line is left out."""
     rows: dict[int, Row] = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
             row = json.loads(line)
-        except ValueError:
+            rows[int(row["step"])] = row
+        except (ValueError, TypeError, KeyError):
             continue
-        rows[int(row["step"])] = row
     steps: list[Row] = []
     while (step := len(steps) + 1) in rows:
         steps.append(rows[step])

@@ -83,10 +83,31 @@ class RunDirectory:
         try:
             state = json.loads(self.state_file.read_text())
         except (OSError, ValueError) as error:
-            raise UsageError(f"cannot read {self.state_file}: {error}") from error
-        if not isinstance(state, dict):
-            raise UsageError(f"{self.state_file} is not a JSON object")
+            raise UsageError(
+                f"cannot read {self.state_file}: {error}; put back a copy, or start another run"
+            ) from error
+        if not isinstance(state, dict) or not all(
+            isinstance(state.get(key, []), list) for key in ("stages", "changed_settings")
+        ):
+            raise UsageError(
+                f"{self.state_file} is not a run's state; put back a copy, or start another run"
+            )
         return state
+
+    def check_records(self) -> None:
+        """Raises UsageError when what a run under way has recorded is gone.
+
+        A manager would make a new ledger, and use the names of groups and attempts again.
+        """
+        begun = [stage["name"] for stage in self.load_state().get("stages", [])]
+        if begun in ([], ["prepare"]):
+            return
+        wal = self.ledger.with_name(self.ledger.name + "-wal")
+        if not any(path.exists() and path.stat().st_size for path in (self.ledger, wal)):
+            raise UsageError(
+                f"{self.ledger} is missing or empty, but the run has done {', '.join(begun)}: put "
+                "back a copy, or start another run"
+            )
 
     def save_state(self, state: dict[str, Any]) -> None:
         """Writes the job's state atomically and durably."""
@@ -95,9 +116,17 @@ class RunDirectory:
 
 def write_json(path: Path, value: Any) -> None:
     """Writes value as JSON; readers see the old text or the new one, also after a crash."""
+    write_text(path, json.dumps(value, indent=1))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes text durably; readers see the old text or the new one, also after a crash."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ Imports of the services' libraries wait until a command needs them, so that `--h
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import signal
@@ -47,7 +48,7 @@ def _workdir() -> Path:
 
 
 def _execute(work: Coroutine[Any, Any, None]) -> None:
-    """Runs work; SIGINT and SIGTERM cancel it, so that everything is taken down."""
+    """Runs work; SIGINT, SIGTERM and SIGHUP cancel it, so that everything is taken down."""
     interrupted: list[int] = []
 
     async def main() -> None:
@@ -58,12 +59,14 @@ def _execute(work: Coroutine[Any, Any, None]) -> None:
         def interrupt(number: int) -> None:
             # A second signal must not break into the take-down that the first one began.
             if not interrupted:
-                console.print("stopping: taking the processes down", style="yellow")
                 task.cancel()
+                with contextlib.suppress(OSError):  # after SIGHUP there may be no terminal
+                    console.print("stopping: taking the processes down", style="yellow")
             interrupted.append(number)
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, interrupt, number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                loop.add_signal_handler(number, interrupt, number)
         await work
 
     try:
@@ -115,7 +118,7 @@ def run(
     """Runs the job of a recipe: `@ NAME` or `@ PATH.toml`, then `--section.field=value`s; default: cpu."""
     from launch.deploy import Deployment
     from launch.recipe import load_recipe, to_toml
-    from launch.run_directory import RunDirectory
+    from launch.run_directory import RunDirectory, write_text
 
     source, overrides = _split_recipe(context.args)
     name, recipe = load_recipe(source, overrides)
@@ -132,7 +135,7 @@ def run(
         console.print(to_toml(resolved), highlight=False, markup=False, soft_wrap=True)
         return
     run_directory.create()
-    run_directory.config.write_text(to_toml(recipe))
+    write_text(run_directory.config, to_toml(recipe))
     _job(recipe, run_directory, deployment)
 
 
@@ -146,7 +149,6 @@ def resume(context: typer.Context) -> None:
     from launch import changed_settings
     from launch.deploy import Deployment
     from launch.pause import let_go_on
-    from launch.recipe import load_recipe
 
     name, overrides = _split_run(context.args)
     changed_settings.check(overrides)
@@ -160,7 +162,8 @@ def resume(context: typer.Context) -> None:
         _execute(let_go_on(run_directory))
         console.print(f"the run {run_directory.root} goes on", highlight=False, soft_wrap=True)
         return
-    _, recipe = load_recipe(str(run_directory.config), overrides)
+    recipe = _recipe_of(run_directory, overrides)
+    run_directory.check_records()
     deployment = Deployment(recipe, run_directory)
     run_directory.create()
     _job(recipe, run_directory, deployment, overrides)
@@ -181,14 +184,13 @@ def replay(
     No engines, no sandboxes. With the run's settings every step must be equal bit for bit; with
     others the differences are shown. The default run is the newest.
     """
-    from launch.recipe import load_recipe
     from launch.replay import check_overrides
     from launch.replay import replay as replay_run
 
     run_name, overrides = _split_run(context.args)
     check_overrides(overrides)
     run_directory = _find_run(run_name, "metrics/rl.jsonl")
-    _, recipe = load_recipe(str(run_directory.config), overrides)
+    recipe = _recipe_of(run_directory, overrides)
     name = name or time.strftime("%Y%m%d-%H%M%S")
     _execute(
         replay_run(
@@ -293,6 +295,18 @@ def _job(recipe: Any, run_directory: Any, deployment: Any, overrides: Sequence[s
         run_directory.unlock()
 
 
+def _recipe_of(run_directory: Any, overrides: Sequence[str]) -> Any:
+    """The recipe that a run was started with. Raises UsageError, also when it is not whole."""
+    from launch.recipe import load_recipe
+
+    _, recipe = load_recipe(str(run_directory.config), overrides)
+    if not recipe.model_fields_set >= {"run", "rl", "trainer"}:
+        raise UsageError(
+            f"{run_directory.config} is not whole: put back a copy, or start another run"
+        )
+    return recipe
+
+
 def _show(run_directory: Any) -> None:
     """Report and table; a report that cannot be written must not hide why the job ended."""
     from launch.report.page import write_report
@@ -355,9 +369,15 @@ def main() -> int:
     except (typer.Abort, KeyboardInterrupt):
         return 130
     except OSError as error:
-        if error.errno not in _DISK_ERRORS:
+        if error.errno in _DISK_ERRORS:
+            advice = (
+                "make room, then go on with `swe_rl resume`, or start again if it had not begun"
+            )
+        elif error.filename is not None:
+            advice = "see what it is and who may use it"
+        else:
             raise
-        print(f"error: {error}: make room, then go on with `swe_rl resume`", file=sys.stderr)
+        print(f"error: {error}: {advice}", file=sys.stderr)
         return 1
     except Exception as error:
         # typer's own usage errors (click's) carry a message and a code, and deserve no traceback.

@@ -45,6 +45,8 @@ def read_index(path: Path) -> list[IndexedTask]:
         raise UsageError(
             f"{path} is no task index: want a JSON list of {{task_id, path, pool}} ({error!r})"
         ) from error
+    if not tasks:
+        raise UsageError(f"{path} lists no task: build the task set again")
     missing = [task.path for task in tasks if not (task.path / "task.toml").is_file()]
     if missing:
         raise UsageError(

@@ -144,6 +144,16 @@ def test_a_run_is_not_overwritten(tmp_path):
     )
 
 
+@pytest.mark.parametrize("command", ["resume", "replay"])
+def test_a_run_whose_recipe_was_lost(tmp_path, command):
+    """An empty file would be a recipe of defaults: another run under the same name."""
+    root = tmp_path / "runs" / "mine"
+    root.mkdir(parents=True)
+    (root / "config.toml").write_text("")
+    outcome = swe_rl(tmp_path, command, "mine", timeout_s=_SECONDS)
+    check(outcome, "config.toml is not whole", "start another run")
+
+
 def test_help_needs_no_torch(tmp_path):
     """The first import of torch would fail: a module of that name that raises comes first."""
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')\n")

@@ -128,12 +128,19 @@ def start_of_rl(folder: Path) -> Checkpoint:
     """The newest checkpoint of a run that no RL step has changed.
 
     Raises:
-      BadRequestError: there is none, or its files do not match its manifest.
+      BadRequestError: there is none, RL began with a later one that is gone, or its files do
+        not match its manifest.
     """
+    before_rl: tuple[str, ...] | None = None  # stages that were over when RL began, if known
     for path in sorted((p for p in folder.glob("[0-9]*") if p.is_dir()), reverse=True):
         progress = _progress(path)
-        if progress is None or progress.rl_step:
+        if progress is None:
             continue
+        if progress.rl_step:
+            before_rl = tuple(s for s in progress.finished_stages if s != progress.stage)
+            continue
+        if before_rl is not None and progress.finished_stages != before_rl:
+            break
         try:
             return verify(path)
         except CorruptCheckpointError as error:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from trainer import checkpoint, testbed
 from trainer.checkpoint import CheckpointStore, Progress
 from trainer.config import GridConfig, OptimConfig
 from trainer.device import Device
-from trainer.errors import CorruptCheckpointError
+from trainer.errors import BadRequestError, CorruptCheckpointError
 from trainer.model import Policy
 from trainer.step import Learner
 
@@ -118,3 +119,7 @@ def test_the_end_of_each_stage_is_kept_beside_the_newest(
     assert [p.stage_step for p in store.progress_of_newest()] == [2]
     start = checkpoint.start_of_rl(tmp_path / "checkpoints")
     assert start.progress == Progress("sft", 5, 0, 2, ("pretrain", "sft"))
+    # RL began after SFT: the end of pre-training is not what it began with.
+    shutil.rmtree(start.path)
+    with pytest.raises(BadRequestError, match="no checkpoint from before the RL stage"):
+        checkpoint.start_of_rl(tmp_path / "checkpoints")

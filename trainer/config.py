@@ -167,8 +167,8 @@ def _off(value: Any) -> Any:
     return None if value == "off" else value
 
 
-Limit = Annotated[float | None, BeforeValidator(_off)]
-"""A number, or `off` (None): not watched."""
+Limit = Annotated[Annotated[float, Field(gt=0)] | None, BeforeValidator(_off)]
+"""A number above 0, or `off` (None): not watched."""
 
 
 class GuardsConfig(_Settings):
@@ -198,6 +198,18 @@ class GuardsConfig(_Settings):
     """Of entropy_mean_nats: a policy that has forgotten what to say. Healthy: below 1."""
     max_grad_norm: Limit = 50.0
     """Of grad_norm, before clipping. Healthy: about 1 and less."""
+
+    @model_validator(mode="after")
+    def _bands_can_be_kept(self) -> GuardsConfig:
+        if self.min_ess_token is not None and self.min_ess_token > 1:
+            raise ValueError(f"guards.min_ess_token is {self.min_ess_token}: a share is at most 1")
+        low, high = self.min_entropy_nats, self.max_entropy_nats
+        if low is not None and high is not None and low >= high:
+            raise ValueError(
+                f"guards.min_entropy_nats is {low} and guards.max_entropy_nats {high}: nothing lies "
+                "between"
+            )
+        return self
 
 
 class RlConfig(_Settings):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -59,6 +59,7 @@ def build(
     config: RlConfig,
     weight_version: int,
     max_staleness: int,
+    unreadable: Mapping[str, str] | None = None,
 ) -> GroupBatch:
     """Chooses what is trained.
 
@@ -68,12 +69,13 @@ def build(
       config: advantage kind, scale of negative ones, least tokens of a trajectory.
       weight_version: the trainer's.
       max_staleness: in versions.
+      unreadable: group_id -> reason, of groups of the batch that could not be fetched.
     """
     by_attempt: dict[str, list[Sequence]] = collections.defaultdict(list)
     for sequence in sequences:
         by_attempt[sequence.attempt_id].append(sequence)
     counts: collections.Counter[str] = collections.Counter()
-    batch = GroupBatch([], [], [], {}, {}, {}, [])
+    batch = GroupBatch([], [], [], dict(unreadable or {}), {}, {}, [])
     rewards: list[float] = []
     trained_lengths: list[int] = []
     oldest: list[int] = []

@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from proto import rollout_pb2
+from proto import rollout_pb2, trajectory_pb2
+from rollout.client import CorruptStoreError
 from trainer import batch as batching
 from trainer import diagnostics, group_batch, loss
 from trainer.batch import MicroBatch
@@ -162,16 +163,35 @@ class RlStage:
                 clock.lap("publish")
 
     def _fetch(self, claimed: rollout_pb2.NextBatchReply) -> GroupBatch:
-        ids = [m.attempt_id for g in claimed.groups for m in g.members]
-        records = self._link.fetch(ids, self._runner.config.sequences_per_fetch)
+        """The batch's records. A group that cannot be read back is dropped, not the stage."""
+        groups = list(claimed.groups)
+        unreadable: dict[str, str] = {}
+        try:
+            records = self._fetch_groups(groups)
+        except CorruptStoreError:
+            groups, records = [], []
+            for group in claimed.groups:
+                try:
+                    records += self._fetch_groups([group])
+                    groups.append(group)
+                except CorruptStoreError as error:
+                    _log.error("group %s is dropped: %s", group.group_id, error)
+                    unreadable[group.group_id] = "corrupt_record"
         vocab_size = self._learner.policy.vocab_size
         return group_batch.build(
-            claimed.groups,
+            groups,
             [batching.from_proto(record, vocab_size) for record in records],
             self._config,
             self._runner.weight_version,
             min(self._config.max_staleness, claimed.max_staleness or self._config.max_staleness),
+            unreadable,
         )
+
+    def _fetch_groups(
+        self, groups: Iterable[rollout_pb2.BatchGroup]
+    ) -> list[trajectory_pb2.TokenSequence]:
+        ids = [m.attempt_id for g in groups for m in g.members]
+        return self._link.fetch(ids, self._runner.config.sequences_per_fetch)
 
     def _pack(self, batch: GroupBatch) -> list[MicroBatch]:
         return batching.make_micro_batches(

@@ -235,6 +235,66 @@ def test_a_restarted_trainer_rewinds_and_publishes_a_higher_version(
     assert len({r.lineage_token for r in manager.manager.rewound}) == 2
 
 
+def test_an_update_whose_batch_was_not_acknowledged_is_not_saved(
+    tmp_path: Path, model_dir: Path, device: Device, manager: ManagerThread
+) -> None:
+    """Else the batch, which comes again, would be trained on top of itself."""
+    runner = make_runner(tmp_path, model_dir, device, manager)
+    manager.manager.add_batch(group(runner, 1, version=1))
+    manager.manager.refuses_acks = True
+    runner.run_stage(StageRequest("rl", "rl", "", 5))
+
+    def end() -> None:
+        while len(manager.publisher.versions) < 2:  # the step's own, after the stage's first
+            time.sleep(0.005)
+        runner.stop(save_checkpoint=True)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    runner.run()
+    thread.join()
+    assert runner.status().step == 0
+    again = make_runner(tmp_path, model_dir, device, manager)
+    assert again.run_stage(StageRequest("rl", "rl", "", 5)) == 0
+    again.stop(save_checkpoint=False)
+    manager.manager.refuses_acks = False
+    assert not list((tmp_path / "run" / "checkpoints").glob("*"))
+
+
+def test_steps_that_are_done_are_saved_at_the_end(
+    tmp_path: Path, model_dir: Path, device: Device, manager: ManagerThread
+) -> None:
+    runner = make_runner(tmp_path, model_dir, device, manager)
+    manager.manager.add_batch(group(runner, 1, version=1))
+    runner.run_stage(StageRequest("rl", "rl", "", 5))
+
+    def end() -> None:
+        while runner.status().step < 1:
+            time.sleep(0.005)
+        runner.stop(save_checkpoint=True)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    runner.run()
+    thread.join()
+    again = make_runner(tmp_path, model_dir, device, manager)
+    assert again.run_stage(StageRequest("rl", "rl", "", 5)) == 1
+
+
+def test_a_group_that_cannot_be_read_back_is_dropped_and_the_others_are_trained(
+    tmp_path: Path, model_dir: Path, device: Device, manager: ManagerThread
+) -> None:
+    runner = make_runner(tmp_path, model_dir, device, manager)
+    manager.manager.add_batch(group(runner, 1, version=1) | group(runner, 2, version=1))
+    manager.manager.corrupt = {"bad2"}
+    run_rl(runner, 1)
+    assert dict(manager.manager.acked[0].dropped_groups) == {"g2": "corrupt_record"}
+    assert [t.attempt_id for t in manager.manager.acked[0].trajectories] == ["good1", "bad1"]
+    scalars = runner.metrics.since("rl", 1)[0].scalars
+    assert (scalars["num_groups"], scalars["num_groups_dropped"]) == (1.0, 1.0)
+    assert scalars["num_trajectories"] == 2.0
+
+
 def test_weights_published_before_the_stage_are_not_sent_again(
     tmp_path: Path, model_dir: Path, device: Device, manager: ManagerThread
 ) -> None:

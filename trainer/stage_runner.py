@@ -104,6 +104,8 @@ class StageRunner:
             checkpoints.load_model(self.learner, self._loaded)
             self._progress = self._loaded.progress
         self._saved = self._progress
+        self._booked_updates = self.learner.num_updates  # updates that the progress counts
+        self._is_sound = True  # False: an update may have been left half done
         # A signal handler calls `stop` on the main thread, which may hold the lock just then.
         self._lock = threading.RLock()
         self._published_updates = -1  # learner.num_updates at the last publication
@@ -202,11 +204,18 @@ class StageRunner:
     # ---- main thread -----------------------------------------------------------------
 
     def run(self) -> None:
-        """Serves jobs until `stop`, then saves if that was asked and something is unsaved."""
+        """Serves jobs until `stop`, then saves if that was asked and something is unsaved.
+
+        Weights that are ahead of the progress, because their batch was never acknowledged, are
+        not saved: the batch comes again, and would be trained on top of itself.
+        """
         while not self._stopping:
             self._jobs.get()()
         if self._save_on_stop and self._progress != self._saved:
-            self.save()
+            if self._is_sound and self.learner.num_updates == self._booked_updates:
+                self._save_at_the_end()
+            else:
+                _log.warning("the last step was not finished: its weights are not saved")
         self.metrics.close()
 
     @property
@@ -276,6 +285,7 @@ class StageRunner:
         if self._status.stage is not None and self._status.stage.kind == "rl":
             changes["rl_step"] = record.step
         self._advance(**changes)
+        self._booked_updates = self.learner.num_updates
         self.metrics.append(record)
         with self._lock:
             self._status = dataclasses.replace(self._status, step=record.step, last_record=record)
@@ -367,6 +377,12 @@ class StageRunner:
         self._published_updates = self.learner.num_updates
         return result
 
+    def _save_at_the_end(self) -> None:
+        try:
+            self.save()
+        except RolloutError as error:  # the checkpoint is on disk; the manager is going too
+            _log.warning("the last checkpoint was not reported: %s", error)
+
     def _begin_lineage(self, link: ManagerLink) -> None:
         """Once a process, before its first publication: goes back to the loaded checkpoint.
 
@@ -402,6 +418,7 @@ class StageRunner:
             _log.error("stage %s failed: %s", request.name, error)
             self._set_state("failed", error=f"{type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001 - the process stays up to be asked why
+            self._is_sound = False
             _log.exception("stage %s failed", request.name)
             self._set_state("failed", error=f"{type(error).__name__}: {error}")
 
@@ -410,6 +427,7 @@ class StageRunner:
         self.learner.begin_stage(settings.optim, request.num_steps, settings.router_aux_loss)
         if completed and self._loaded is not None:
             checkpoints.load_all(self.learner, self._loaded)
+        self._booked_updates = self.learner.num_updates
         if not completed:
             self._advance(stage=request.name, stage_step=0)
         self.metrics.begin_stage(request.name, completed)

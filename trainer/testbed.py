@@ -147,6 +147,8 @@ class ScriptedManager(rollout_pb2_grpc.RolloutManagerServicer):
         self.checkpoints: list[rpb.ReportCheckpointRequest] = []
         self.max_weight_version = 0
         self.num_refusals = 0
+        self.refuses_acks = False
+        self.corrupt: set[str] = set()  # attempts whose record cannot be read back
         self.evaluations: list[rpb.StartEvaluationRequest] = []
         self.scores: list[float] = []  # of evaluations in order; none left: it never ends
         self.served_version: int | None = None  # by evaluations; None: the one in their name
@@ -176,6 +178,8 @@ class ScriptedManager(rollout_pb2_grpc.RolloutManagerServicer):
         return self.replies.pop(0)
 
     async def AckBatch(self, request: Any, context: Any) -> rpb.AckBatchReply:
+        if self.refuses_acks:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "going down")
         self.acked.append(request)
         return rpb.AckBatchReply()
 
@@ -203,6 +207,8 @@ class ScriptedManager(rollout_pb2_grpc.RolloutManagerServicer):
         self, request: Any, context: Any
     ) -> AsyncIterator[rpb.FetchSequencesReply]:
         for attempt_id in request.attempt_ids:
+            if attempt_id in self.corrupt:
+                await context.abort(grpc.StatusCode.DATA_LOSS, f"{attempt_id}: wrong checksum")
             for sequence in self.sequences[attempt_id]:
                 yield rpb.FetchSequencesReply(part=sequence, last_part=True)
 

@@ -123,7 +123,7 @@ def load_run(root: Path) -> RunData:
     evaluations = _json(metrics / "evaluations.json")
     data = RunData(name=root.name)
     config = root / "config.toml"
-    data.config_text = config.read_text() if config.exists() else ""
+    data.config_text = config.read_text(errors="replace") if config.is_file() else ""
     with contextlib.suppress(tomllib.TOMLDecodeError):
         data.settings = tomllib.loads(data.config_text)
     data.evaluations = evaluation_rows(evaluations)
@@ -245,10 +245,10 @@ def _json(path: Path) -> Any:
 def _json_lines(path: Path) -> Iterator[Row]:
     if not path.exists():
         return
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             row = json.loads(line)
         except ValueError:
-            continue  # the last line of a run that was killed
+            continue  # torn by a crash or a full disk
         if isinstance(row, dict):
             yield row

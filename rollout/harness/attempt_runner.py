@@ -125,8 +125,13 @@ class AttemptRunner:
             "evidence": classified.evidence,
         }
         trajectory = to_atif(record, self._config.model_name, mini_version, outcome)
-        if trajectory is not None:
+        if trajectory is None:
+            return
+        try:
             write_atif(self._config.trajectories_dir, record.attempt_id, trajectory)
+        except OSError as error:
+            # To read later; what is trained lies with the manager. A full disk costs no attempt.
+            _LOG.warning("attempt %s: its trajectory was not written: %s", record.attempt_id, error)
 
 
 def _new_record(leased: rollout_pb2.LeasedAttempt) -> AttemptRecord:
