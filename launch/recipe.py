@@ -100,7 +100,7 @@ class RlStage(_Section):
     group_size: int = Field(default=8, gt=1)
     """Attempts at one task: rollout.group_size."""
     max_staleness: int = Field(default=4, ge=0)
-    """In versions: rollout.max_staleness and trainer.rl.max_staleness."""
+    """In optimizer updates: rollout.max_staleness and trainer.rl.max_staleness."""
 
 
 class EvaluationSettings(_Section):

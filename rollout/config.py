@@ -166,7 +166,7 @@ class RolloutConfig(BaseModel):
     batch_groups: int = Field(16, gt=0)
     """Groups in a batch; with max_staleness it bounds the groups under way."""
     max_staleness: int = Field(4, ge=0)
-    """In versions. Started, unconsumed groups <= (max_staleness + 1) x batch_groups."""
+    """In optimizer updates. Started, unconsumed groups <= (max_staleness + 1) x batch_groups."""
     min_valid_members: int = Field(2, gt=1)
     """A group with fewer scored members is dropped: it has no baseline."""
     max_attempt_retries: int = Field(3, ge=0)

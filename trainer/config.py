@@ -231,7 +231,8 @@ class RlConfig(_Settings):
     guards: GuardsConfig = GuardsConfig()
     """What pauses the stage when its numbers leave their bands."""
     max_staleness: int = Field(default=4, ge=0)
-    """Tokens sampled more than this many versions ago are masked."""
+    """Tokens sampled more than this many updates ago are masked. Versions that were published without
+    an update, as after a resume, do not count."""
     min_trained_tokens: int = Field(default=1, gt=0)
     """A trajectory is dropped if masking stale tokens leaves fewer than this many."""
     recompute_old_logprobs: bool = False

@@ -2,16 +2,17 @@
 
 Statistics use the reward of every valid member, also of one whose tokens cannot be trained:
 masking tokens must not change what its siblings are compared with. Tokens older than
-`max_staleness` versions are masked; a trajectory is dropped only if too few remain.
+`max_staleness` updates are masked; a trajectory is dropped only if too few remain.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from proto import rollout_pb2
 from trainer.advantage import group_advantages
@@ -59,6 +60,7 @@ def build(
     config: RlConfig,
     weight_version: int,
     max_staleness: int,
+    aged: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]] = lambda versions: versions,
     unreadable: Mapping[str, str] | None = None,
 ) -> GroupBatch:
     """Chooses what is trained.
@@ -68,12 +70,15 @@ def build(
       sequences: every branch of every member, in any order.
       config: advantage kind, scale of negative ones, least tokens of a trajectory.
       weight_version: the trainer's.
-      max_staleness: in versions.
+      max_staleness: in updates.
+      aged: int64[T] versions -> int64[T], counted so that one is one update: VersionSteps.aged.
       unreadable: group_id -> reason, of groups of the batch that could not be fetched.
     """
     by_attempt: dict[str, list[Sequence]] = collections.defaultdict(list)
     for sequence in sequences:
-        by_attempt[sequence.attempt_id].append(sequence)
+        by_attempt[sequence.attempt_id].append(
+            dataclasses.replace(sequence, versions=aged(sequence.versions))
+        )
     counts: collections.Counter[str] = collections.Counter()
     batch = GroupBatch([], [], [], dict(unreadable or {}), {}, {}, [])
     rewards: list[float] = []
@@ -85,7 +90,7 @@ def build(
         counts["num_groups"] += 1
         counts["num_members_masked"] += group.num_masked + len(group.members) - len(members)
         rewards += [m.reward for m in members]
-        oldest += [m.oldest_weight_version for m in members]
+        oldest += aged(np.asarray([m.oldest_weight_version for m in members], np.int64)).tolist()
         advantages = group_advantages(
             [m.reward for m in members], config.advantage, config.negative_advantage_scale
         )

@@ -184,6 +184,7 @@ class RlStage:
             self._config,
             self._runner.weight_version,
             min(self._config.max_staleness, claimed.max_staleness or self._config.max_staleness),
+            self._runner.aged,
             unreadable,
         )
 

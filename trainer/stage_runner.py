@@ -22,6 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from proto import rollout_pb2
 from rollout.client import RolloutError
 from trainer import batch as batching
@@ -43,6 +46,7 @@ from trainer.model import Policy
 from trainer.rl import RlStage
 from trainer.sft import SupervisedStage
 from trainer.step import Learner
+from trainer.version_steps import VersionSteps
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -104,6 +108,16 @@ class StageRunner:
             checkpoints.load_model(self.learner, self._loaded)
             self._progress = self._loaded.progress
         self._saved = self._progress
+        self._versions = VersionSteps(
+            config.run_dir / "versions.jsonl",
+            self._progress.weight_version if self._loaded is not None else 0,
+        )
+        # A replay takes the versions of the run that it replays.
+        self._ages = (
+            self._versions
+            if config.replay_of is None
+            else VersionSteps(config.replay_of / "versions.jsonl")
+        )
         self._booked_updates = self.learner.num_updates  # updates that the progress counts
         self._is_sound = True  # False: an update may have been left half done
         # A signal handler calls `stop` on the main thread, which may hold the lock just then.
@@ -223,6 +237,10 @@ class StageRunner:
         """The version that was published last."""
         return self._progress.weight_version
 
+    def aged(self, versions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """See VersionSteps.aged; as seen from the version that was published last."""
+        return self._ages.aged(versions, self._progress.weight_version)
+
     def take_version(self, weight_version: int) -> None:
         """Goes on as the version of a recorded step, in a replay."""
         self._advance(weight_version=weight_version)
@@ -231,8 +249,7 @@ class StageRunner:
         """Publishes once, for a stage that goes on whatever happens. Returns the version, or 0.
 
         Engines that got nothing keep serving their version, or ask for a publication through
-        NextBatch once they are up. Trying again at once would only use up version numbers, and
-        staleness is counted in them.
+        NextBatch once they are up. Trying again at once would only use up version numbers.
         """
         try:
             return self._publish_once().weight_version
@@ -372,6 +389,7 @@ class StageRunner:
         self._begin_lineage(self._link)
         # A version is never used twice, even when its window failed.
         self._advance(weight_version=self._progress.weight_version + 1)
+        self._versions.add(self._progress.weight_version, self.learner.num_updates)
         tensors = list(self.learner.policy.export_named_tensors())
         result = self._link.publish(tensors, self._progress.weight_version)
         self._published_updates = self.learner.num_updates

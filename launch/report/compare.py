@@ -44,7 +44,7 @@ _CURVES = (
         (0.0, 1.0),
         False,
     ),
-    ("staleness_mean", "Staleness", "versions, mean", (0.0, None), False),
+    ("staleness_mean", "Staleness", "updates, mean", (0.0, None), False),
     ("time_wait_s", "Trainer waits", "s a step", (0.0, None), False),
 )
 _UNTOLD = ("run.name", "run.directory")
@@ -111,7 +111,7 @@ def _results(runs: Sequence[RunData]) -> Section:
         if row.interval and row.sampling != "greedy"
     ]
     blocks: list[Figure | Table] = [
-        Table("settings", "Settings that differ", "", ("setting", *names), differing_settings(runs)),
+        Table("settings", "Settings that differ", "Blank: the default.", ("setting", *names), differing_settings(runs)),
         Table(
             "pass-table", "pass@1 on held-out tasks", "95 % intervals over tasks.",
             ("stage", "sampling", *names), rows, wide=len(runs) > 2,
@@ -166,11 +166,11 @@ def _key_figures(runs: Sequence[RunData]) -> Table:
         ("trainer waits, sum", "s", lambda run: _sum(run, "time_wait_s")),
         ("trajectories trained", "", lambda run: _sum(run, "num_trajectories")),
         ("reward, last quarter", "", lambda run: _last_quarter(run, "reward_mean")),
-        ("staleness, mean", "versions", lambda run: _mean(run, "staleness_mean")),
+        ("staleness, mean", "updates", lambda run: _mean(run, "staleness_mean")),
         ("ESS by token, least", "", lambda run: _least(run, "ess_token_raw_rollout_to_trainer")),
         ("training attempts", "", lambda run: float(len(run.attempts)) or None),
         ("failed tries", "% of tries", _failed_share),
-        ("trained", "% of finished attempts", _trained_share),
+        ("trained", "% of attempts that were consumed or left out", _trained_share),
     )
     rows = []
     for label, unit, read in figures:
@@ -222,7 +222,7 @@ def _failing(runs: Sequence[RunData]) -> Section:
             stacked_rows("fates by run", fate_keys, fate_rows, "attempts", width=HALF, as_share=True),
         ),
         Figure(
-            "staleness", "Staleness", "Share of consumed trajectories by versions of staleness.",
+            "staleness", "Staleness", "Share of consumed trajectories by updates since they were sampled.",
             stacked_rows("staleness by run", staleness_keys, staleness_rows, "trajectories", as_share=True),
         ),
     ]  # fmt: skip
@@ -275,5 +275,5 @@ def _failed_share(run: RunData) -> float | None:
 
 
 def _trained_share(run: RunData) -> float | None:
-    trained = sum(masking.fate(a) == masking.TRAINED for a in run.attempts)
-    return 100.0 * trained / len(run.attempts) if run.attempts else None
+    share = masking.trained_share(run.attempts)
+    return None if share is None else 100.0 * share

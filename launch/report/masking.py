@@ -7,7 +7,8 @@ taught by a biased sample. A trajectory has one fate; of a trained one, the toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +38,13 @@ OUTCOMES = ("solved", "partly", "failed", "no reward")
 _NUM_LENGTHS = 5
 
 
+def trained_share(attempts: Iterable[Row]) -> float | None:
+    """Of attempts whose fate is known; None when there are none."""
+    fates = Counter(fate(attempt) for attempt in attempts)
+    known = fates.total() - fates[PENDING]
+    return fates[TRAINED] / known if known else None
+
+
 def fate(attempt: Row) -> str:
     """One of FATES."""
     kind = kind_of(str(attempt["cause"]))
@@ -47,6 +55,8 @@ def fate(attempt: Row) -> str:
     reason = attempt.get("untrained_reason")
     if reason:
         return STALE if reason == "stale" else "rejected or empty"
+    if attempt.get("group_state") == "dropped":
+        return "rejected or empty"
     if not attempt.get("num_trainable_tokens", 1):
         return "rejected or empty"
     return TRAINED if attempt.get("consumed_at_version") else PENDING

@@ -186,17 +186,19 @@ def _failed(data: RunData) -> Tile | None:
 
 def _trained(data: RunData) -> Tile | None:
     fates = Counter(masking.fate(attempt) for attempt in data.attempts)
-    decided = fates.total() - fates[masking.PENDING]
-    if not decided or not fates[masking.TRAINED]:
+    share = masking.trained_share(data.attempts)
+    if not share:
         return None
     others = Counter(
         {k: n for k, n in fates.items() if k not in (masking.TRAINED, masking.PENDING)}
     )
     top = others.most_common(1)
-    note = "of finished attempts" + (f"; most others: {top[0][0]}" if top else "")
+    note = "of attempts that were consumed or left out" + (
+        f"; most others: {top[0][0]}" if top else ""
+    )
     return Tile(
         "trained",
-        f"{100 * fates[masking.TRAINED] / decided:.0f} %",
+        f"{100 * share:.0f} %",
         note,
         "#fate-outcome-trajectories",
     )
