@@ -6,6 +6,7 @@ import socket
 from collections.abc import Sequence
 
 from launch.errors import UsageError
+from proto.free_ports import free_ports
 
 
 def choose_ports(names: Sequence[str], base_port: int) -> dict[str, int]:
@@ -14,7 +15,7 @@ def choose_ports(names: Sequence[str], base_port: int) -> dict[str, int]:
     Raises UsageError naming the port and its process when one is taken.
     """
     if base_port == 0:
-        return _free_ports(names)
+        return dict(zip(names, free_ports(len(names)), strict=True))
     ports = {name: base_port + index for index, name in enumerate(names)}
     if base_port + len(names) > 65536:
         raise UsageError(
@@ -32,14 +33,3 @@ def choose_ports(names: Sequence[str], base_port: int) -> dict[str, int]:
                     "--run.base_port to another base (0 takes free ports)"
                 ) from error
     return ports
-
-
-def _free_ports(names: Sequence[str]) -> dict[str, int]:
-    sockets = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in names]
-    try:
-        for opened in sockets:
-            opened.bind(("127.0.0.1", 0))
-        return {name: opened.getsockname()[1] for name, opened in zip(names, sockets, strict=True)}
-    finally:
-        for opened in sockets:
-            opened.close()

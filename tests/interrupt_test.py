@@ -1,4 +1,4 @@
-"""After Ctrl-C, SIGTERM or a crash, in any stage, nothing is left and `resume` finishes the run."""
+"""After Ctrl-C, SIGTERM, SIGHUP or a crash, in any stage, nothing is left and `resume` finishes the run."""
 
 from __future__ import annotations
 
@@ -36,9 +36,17 @@ def reinforcing(root: Path) -> bool:
     return metrics.exists() and metrics.read_text().count("\n") >= 1
 
 
-@pytest.mark.parametrize("moment", [pretraining, reinforcing], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl_c", "sigterm"])
-def test_a_signal_takes_everything_down(tmp_path, moment, number):
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [
+        pytest.param(signal.SIGINT, pretraining, id="ctrl_c-pretraining"),
+        pytest.param(signal.SIGINT, reinforcing, id="ctrl_c-reinforcing"),
+        pytest.param(signal.SIGTERM, pretraining, id="sigterm-pretraining"),
+        pytest.param(signal.SIGTERM, reinforcing, id="sigterm-reinforcing"),
+        pytest.param(signal.SIGHUP, pretraining, id="closed_terminal-pretraining"),
+    ],
+)
+def test_a_signal_takes_everything_down(tmp_path, number, moment):
     command = Command(tmp_path, "@", "smoke")
     wait_for(command, tmp_path, moment)
     command.interrupt(number)

@@ -171,9 +171,17 @@ def test_a_killed_process_costs_the_run_nothing_but_time(pretrained, tmp_path, n
     assert outcome.left == {}
     assert audit(root, _NUM_STEPS) == []
     assert_every_evaluation_is_whole(root)
+    assert_replay_is_equal(tmp_path)
     if kind.name:
         told = outcome.out.count(f"{kind.name} died and is started again")
         assert told == num_kills, outcome.out
+
+
+def assert_replay_is_equal(workdir: Path) -> None:
+    """Weights hold each trained batch once: another one more or less would change every later step."""
+    outcome = swe_rl(workdir, "replay", timeout_s=_TIMEOUT_S)
+    assert outcome.code == 0, outcome.out[-4000:] + outcome.err[-4000:]
+    assert f"{_NUM_STEPS} steps" in outcome.out and "equal bit for bit" in outcome.out
 
 
 def assert_every_evaluation_is_whole(root: Path) -> None:
@@ -184,12 +192,13 @@ def assert_every_evaluation_is_whole(root: Path) -> None:
             assert len(task["rewards"]) == len(task["attempt_ids"]) == 2, (name, task)
 
 
-def test_a_killed_command_is_resumed_at_once(pretrained, tmp_path):
+@pytest.mark.parametrize("moment", [sampling, publishing], ids=lambda f: f.__name__)
+def test_a_killed_command_is_resumed_at_once(pretrained, tmp_path, moment):
     """Its processes may still be ending when the next command starts on the same run."""
     root = moved(pretrained, tmp_path)
     before = leftovers.footprint("none")
     command = Command(tmp_path, "resume")
-    command.wait_until("sampling", lambda: sampling(LedgerView(root)), _MOMENT_S)
+    command.wait_until(moment.__name__, lambda: moment(LedgerView(root)), _MOMENT_S)
     os.kill(command.process.pid, signal.SIGKILL)
     command.process.communicate()
     outcome = swe_rl(tmp_path, "resume", timeout_s=_TIMEOUT_S)
@@ -197,4 +206,5 @@ def test_a_killed_command_is_resumed_at_once(pretrained, tmp_path):
     assert leftovers.wait_until_clean(before, command.marker) == {}
     assert run_root(tmp_path) == root
     assert audit(root, _NUM_STEPS) == []
+    assert_replay_is_equal(tmp_path)
     assert_every_evaluation_is_whole(root)

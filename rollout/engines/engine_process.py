@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -25,19 +24,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+from proto.free_ports import free_ports
 from rollout.engines.config import EngineConfig
 
 _FOLDER_PREFIX = "swe_rl_engine_"
 # Unix sockets lie in the folder, and their paths may have 107 characters.
 _FOLDER_ROOT = Path("/tmp")
 _GROUP_END_S = 2.0
-
-
-def choose_port() -> int:
-    """A TCP port on loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def engine_command(config: EngineConfig, port: int) -> list[str]:
@@ -143,7 +136,7 @@ class EngineProcess:
 
         Raises OSError when the interpreter or the log cannot be opened.
         """
-        port = port or choose_port()
+        port = port or free_ports(1)[0]
         folder = TemporaryFolder()
         try:
             with log_path.open("ab") as log:
