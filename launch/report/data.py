@@ -94,6 +94,8 @@ class RunData:
     throughput: Row = field(default_factory=dict)
     stages: list[Row] = field(default_factory=list)
     resumed_at_steps: list[int] = field(default_factory=list)
+    changed_settings: list[tuple[int, str]] = field(default_factory=list)
+    """RL steps done by then, and `--section.field=value`, of settings given to a `resume`."""
     is_finished: bool = False
 
     @property
@@ -108,11 +110,11 @@ class RunData:
 
     @property
     def staleness(self) -> Counter[int]:
-        """Versions between sampling and consumption -> trajectories that were consumed."""
+        """Updates between sampling and consumption -> trajectories that were consumed."""
         histogram: Counter[int] = Counter()
         for step in self.rl:
-            for versions, count in step.get("staleness_histogram", {}).items():
-                histogram[int(versions)] += int(count)
+            for updates, count in step.get("staleness_histogram", {}).items():
+                histogram[int(updates)] += int(count)
         return histogram
 
 
@@ -145,6 +147,11 @@ def load_run(root: Path) -> RunData:
     data.throughput = _json(metrics / "throughput.json")
     data.stages = list(state.get("stages", []))
     data.resumed_at_steps = list(state.get("resumed_at_steps", []))
+    data.changed_settings = [
+        (int(change["after_step"]), override)
+        for change in state.get("changed_settings", [])
+        for override in change["settings"]
+    ]
     data.is_finished = bool(state.get("finished"))
     return data
 

@@ -8,6 +8,7 @@ import pytest
 
 from launch.report.data import load_run
 from launch.report.page import write_report
+from launch.report.sections import glance
 
 
 def _evaluation(stage: str, rewards: dict[str, list[float]], causes: list[str]) -> dict:
@@ -72,6 +73,15 @@ def test_data_keeps_the_surviving_lineage_and_pairs_stages(run):
     assert sft.gain is None
     assert rl.gain.mean == 0.5
     assert sft.causes == {"submitted": 2, "turn_cap": 2}
+
+
+def test_settings_that_a_resume_changed_are_told(run):
+    state = json.loads((run / "state.json").read_text())
+    state["changed_settings"] = [{"after_step": 2, "settings": ["--trainer.rl.optim.lr=1e-4"]}]
+    (run / "state.json").write_text(json.dumps(state))
+    data = load_run(run)
+    assert data.changed_settings == [(2, "--trainer.rl.optim.lr=1e-4")]
+    assert "trainer.rl.optim.lr=1e-4 was set after step 2." in glance.alerts(data)
 
 
 def test_counters_that_differ_are_said_to(run):

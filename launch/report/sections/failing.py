@@ -153,7 +153,7 @@ def outage_table(data: RunData) -> Table:
     clock = timeline.RunClock(data.status)
     return Table(
         "outages",
-        "Outages and pauses",
+        "Outages, and pauses of the rollouts",
         "While a breaker is open nothing that needs its backend starts, and no retry is spent.",
         ("what", "from, s of the run", "for, s"),
         [

@@ -55,6 +55,10 @@ def alerts(data: RunData) -> list[str]:
     resumed = steps.resumed_after(data.rl, data.resumed_at_steps)
     if resumed:
         found.append(f"RL was resumed after step {', '.join(map(str, resumed))}.")
+    found += [
+        f"{override.removeprefix('--')} was set after step {step}."
+        for step, override in data.changed_settings
+    ]
     return found
 
 
@@ -149,7 +153,7 @@ def _staleness(data: RunData) -> Tile | None:
     if not total:
         return None
     mean = sum(k * n for k, n in counts.items()) / total
-    return Tile("staleness", f"{mean:.2f}", f"mean, versions; largest {max(counts)}", "#staleness")
+    return Tile("staleness", f"{mean:.2f}", f"mean, updates; largest {max(counts)}", "#staleness")
 
 
 def _ess(data: RunData) -> Tile | None:

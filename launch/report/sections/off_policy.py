@@ -17,13 +17,13 @@ def staleness_figure(data: RunData) -> Figure:
     return Figure(
         "staleness",
         "Staleness",
-        "Versions between the oldest token of a trajectory and the trainer's when it was consumed. "
+        "Updates between the oldest token of a trajectory and the step that consumed it. "
         "0 is on-policy. Tokens above the limit are masked, not trained." + bound,
         stacked_columns(
             "staleness",
             xs,
             [(Key("trajectories", "blue"), [float(counts[x]) for x in xs])],
-            Axes("versions", "trajectories", integer_x=True, tip_x="staleness"),
+            Axes("updates", "trajectories", integer_x=True, tip_x="staleness"),
         ),
     )
 
@@ -40,11 +40,11 @@ def section(data: RunData) -> Section:
             data, "staleness-by-step", "Staleness by step",
             "Of the trajectories that the step consumed. A steady rise means that rollouts are "
             "slower than the gate was set for.",
-            [("staleness_mean", "mean"), ("staleness_max", "largest")], "versions",
+            [("staleness_mean", "mean"), ("staleness_max", "largest")], "updates",
         ),
         step_figure(
             data, "gap", "Log-prob gap",
-            "|trainer - engine| a token. “Engine only” compares tokens of the trainer's own version: "
+            "|trainer - engine| a token. “Engine only” compares tokens of the trainer's own weights: "
             "numerics alone, and near 0 if the two agree. “Total” adds staleness.",
             [("gap_total_mean_nats", "total"), ("gap_engine_mean_nats", "engine only")],
             "nats, mean", may_log=True,
