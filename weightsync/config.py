@@ -7,13 +7,31 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
+class TcpConfig(BaseModel):
+    """Settings of the transport `tcp`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: Literal["127.0.0.1", "::1"] = "127.0.0.1"
+    """Where the trainer listens, on a free port. Loopback only: connections are not encrypted."""
+
+    fan_out: int = Field(default=1, ge=1, le=64)
+    """How often a bucket leaves one process: 1 is a chain of engines, more a tree."""
+
+    stall_timeout_s: float = Field(default=3.0, gt=0)
+    """An engine without a byte for so long takes buckets from the trainer, not from its parent."""
+
+
 class WeightSyncConfig(BaseModel):
     """How weights travel from the trainer to the engines."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    transport: Literal["shm"] = "shm"
-    """`shm`: POSIX shared memory, for engines on the trainer's own host."""
+    transport: Literal["shm", "tcp"] = "shm"
+    """`shm`: POSIX shared memory, for engines on the trainer's own host; `tcp`: sockets."""
+
+    tcp: TcpConfig = TcpConfig()
+    """Settings of `tcp`."""
 
     bucket_bytes: int = Field(default=64 * 2**20, gt=0)
     """Most bytes of one bucket; at least the largest tensor (622 MB for Qwen3-30B-A3B in bf16)."""

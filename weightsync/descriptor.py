@@ -14,7 +14,7 @@ from typing import Any
 from weightsync.errors import PlanMismatchError
 
 TENSOR_NAME = "__swe_rl_weightsync__"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +25,15 @@ class Descriptor:
     """The window's; a loader refuses one below the last that it saw."""
     weight_version: int
     """For messages only: the manager sets the version when the window closes."""
-    segment: str
-    """Name of the shared-memory ring."""
+    endpoint: dict[str, Any]
+    """How to reach the sender: what transports.open_receiver takes."""
     receiver: int
-    """This engine's place in the ring."""
+    """This engine's place among the receivers."""
     plan: dict[str, Any]
     """Plan.to_json()."""
     plan_digest: str
     bucket_timeout_s: float
-    """Longest wait for one bucket."""
+    """Longest wait for one bucket, and for the connection."""
 
     def encode(self) -> bytes:
         """UTF-8 JSON."""

@@ -14,7 +14,9 @@ from weightsync.descriptor import TENSOR_NAME, Descriptor
 
 
 def test_the_payload_names_only_what_the_engine_allows():
-    descriptor = Descriptor(3, 7, "segment", 0, {"tensors": []}, "digest", 5.0)
+    descriptor = Descriptor(
+        3, 7, {"transport": "shm", "segment": "s"}, 0, {"tensors": []}, "digest", 5.0
+    )
     payload = base64.b64decode(publisher._serialize(descriptor))
     strings = [
         argument for op, argument, _ in pickletools.genops(payload) if op.name.endswith("UNICODE")

@@ -13,6 +13,7 @@ import base64
 import hashlib
 import os
 import pickle
+import signal
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -25,11 +26,14 @@ class PlainModel(torch.nn.Module):
     """Parameters by name, each loaded as it is."""
 
     def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, die_at_load: int = 0
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        signal_in_update: int = 0,
     ) -> None:
-        """`die_at_load` counts load_weights from 1; 0: live."""
+        """`signal_in_update` is what the process sends itself when its second bucket is loaded."""
         super().__init__()
-        self._die_at_load = die_at_load
+        self._signal_in_update = signal_in_update
         self._num_loads = 0
         self.by_name = {
             name: torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
@@ -41,8 +45,8 @@ class PlainModel(torch.nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """As SGLang's models: unknown names are skipped without a word."""
         self._num_loads += 1
-        if self._num_loads == self._die_at_load:
-            os._exit(9)
+        if self._signal_in_update and self._num_loads == 2:
+            os.kill(os.getpid(), self._signal_in_update)
         for name, tensor in weights:
             if name in self.by_name:
                 self.by_name[name].copy_(tensor)
@@ -63,18 +67,22 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def main() -> None:
-    """Serves until killed; --die-in-update kills itself before its second bucket."""
+    """Serves until killed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--num-tensors", type=int, default=20)
     parser.add_argument("--num-elements", type=int, default=1000)
-    parser.add_argument("--die-in-update", action="store_true")
+    parser.add_argument(
+        "--signal-in-update",
+        default="",
+        help="sent to itself at its second bucket: SIGKILL, SIGSTOP",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     weights = make_weights(arguments.num_tensors, arguments.num_elements, 0)
     model = PlainModel(
         {n: tuple(t.shape) for n, t in weights.items()},
         torch.float32,
-        die_at_load=2 if arguments.die_in_update else 0,
+        signal_in_update=getattr(signal, arguments.signal_in_update or "SIG_DFL"),
     )
 
     async def update(request: web.Request) -> web.Response:

@@ -48,7 +48,9 @@ def test_no_bucket_could_have_taken_the_next_tensor(tensors, bucket_bytes):
 @given(specs(), st.integers(9**3 * 8, 20_000))
 def test_a_receiver_rebuilds_the_same_plan(tensors, bucket_bytes):
     plan = make_plan(tensors, bucket_bytes)
-    sent = Descriptor(3, 4, "segment", 1, plan.to_json(), plan.digest, 5.0)
+    sent = Descriptor(
+        3, 4, {"transport": "shm", "segment": "s"}, 1, plan.to_json(), plan.digest, 5.0
+    )
     got = Descriptor.decode(sent.encode())
     assert Plan.from_json(got.plan, got.plan_digest) == plan
 

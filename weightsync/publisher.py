@@ -19,9 +19,7 @@ import array
 import asyncio
 import base64
 import logging
-import os
 import pickle
-import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,13 +33,13 @@ from weightsync.config import WeightSyncConfig
 from weightsync.descriptor import TENSOR_NAME, Descriptor
 from weightsync.errors import PeerLostError, PublishError
 from weightsync.plan import Plan, TensorSpec, make_plan
+from weightsync.transports import SEGMENT_PREFIX, Sender, open_sender
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
 
-SEGMENT_PREFIX = "swe_rl_ws_"
 LOADER = "weightsync.sglang_loader.load"
 
 
@@ -163,19 +161,12 @@ class WeightPublisher:
         results: list[EngineResult],
     ) -> None:
         """Sends to all targets at once; `results` says of each how far it came, on every path."""
-        ring = _core.RingSender(
-            name=f"{SEGMENT_PREFIX}{os.getpid()}_{epoch}_{secrets.token_hex(4)}",
-            epoch=epoch,
-            num_receivers=len(targets),
-            num_buffers=min(self._config.num_buffers, len(plan.buckets)),
-            buffer_bytes=plan.largest_bucket,
-            with_checksums=self._config.checksums,
-        )
+        sender, endpoint = open_sender(self._config, plan, epoch, len(targets))
         descriptors = [
             Descriptor(
                 epoch=epoch,
                 weight_version=weight_version,
-                segment=ring.name,
+                endpoint=endpoint,
                 receiver=index,
                 plan=plan.to_json(),
                 plan_digest=plan.digest,
@@ -188,29 +179,29 @@ class WeightPublisher:
         errors: dict[int, str] = {}
         session = aiohttp.ClientSession()
         calls = [
-            asyncio.create_task(self._call(session, ring, target.url, descriptor, errors))
+            asyncio.create_task(self._call(session, sender, target.url, descriptor, errors))
             for target, descriptor in zip(targets, descriptors, strict=True)
         ]
         try:
-            await asyncio.to_thread(self._pack, ring, plan, tensors)
+            await asyncio.to_thread(self._pack, sender, plan, tensors)
             # An engine whose loader is through answers at once.
             await asyncio.wait(calls, timeout=self._config.attach_timeout_s)
         except PeerLostError as error:  # every receiver is out; each one's reason is in the ring
             logger.warning("window %d: %s", epoch, error)
         finally:
-            ring.abort()
+            sender.abort()
             for call in calls:
                 call.cancel()
             duration_s = time.monotonic() - started_s
             results[:] = [
-                _result(ring, target.engine, index, calls[index].done(), errors, duration_s)
+                _result(sender, target.engine, index, calls[index].done(), errors, duration_s)
                 for index, target in enumerate(targets)
             ]
-            ring.close()
+            sender.close()
             await asyncio.gather(*calls, return_exceptions=True)
             await session.close()
 
-    def _pack(self, ring: _core.RingSender, plan: Plan, tensors: Sequence[torch.Tensor]) -> None:
+    def _pack(self, sender: Sender, plan: Plan, tensors: Sequence[torch.Tensor]) -> None:
         """Sends every bucket, then waits for the receivers' word. Runs in a thread."""
         for index, bucket in enumerate(plan.buckets):
             pieces = array.array("Q")
@@ -219,13 +210,13 @@ class WeightPublisher:
                 pieces.extend((tensor.data_ptr(), tensor.nbytes, offset))
             # The first wait also covers the engine's way to its loader.
             extra_s = self._config.attach_timeout_s if index < self._config.num_buffers + 1 else 0
-            ring.send(pieces, plan.label(index), self._config.bucket_timeout_s + extra_s)
-        ring.finish(self._config.verify_timeout_s + self._config.attach_timeout_s)
+            sender.send(pieces, plan.label(index), self._config.bucket_timeout_s + extra_s)
+        sender.finish(self._config.verify_timeout_s + self._config.attach_timeout_s)
 
     async def _call(
         self,
         session: aiohttp.ClientSession,
-        ring: _core.RingSender,
+        sender: Sender,
         engine_url: str,
         descriptor: Descriptor,
         errors: dict[int, str],
@@ -245,17 +236,17 @@ class WeightPublisher:
                 text = await response.text()
             if response.status != 200:
                 error = f"{url}: got status {response.status}, wanted 200: {text[:300]}"
-            elif ring.state(descriptor.receiver) == _core.ReceiverState.ABSENT:
+            elif sender.state(descriptor.receiver) == _core.ReceiverState.ABSENT:
                 error = f"{url}: the loader could not read its orders; see the engine's log"
         except (aiohttp.ClientError, OSError) as failure:
             error = f"{url}: {type(failure).__name__}: {failure}"
         if error:
             errors[descriptor.receiver] = error
-            ring.drop(descriptor.receiver, error)
+            sender.drop(descriptor.receiver, error)
 
 
 def _result(
-    ring: _core.RingSender,
+    sender: Sender,
     engine: str,
     index: int,
     has_answered: bool,
@@ -263,13 +254,13 @@ def _result(
     duration_s: float,
 ) -> EngineResult:
     """Call after Abort, so that `touched` is final."""
-    state = ring.state(index)
+    state = sender.state(index)
     error = errors.get(index, "")
     if not error and state != _core.ReceiverState.VERIFIED:
-        error = ring.error(index) or f"its receiver was still {state.name} at the end"
+        error = sender.error(index) or f"its receiver was still {state.name} at the end"
     if not error and not has_answered:
         error = "its loader finished, but the engine did not answer"
-    return EngineResult(engine, not error, ring.was_touched(index), error, duration_s)
+    return EngineResult(engine, not error, sender.was_touched(index), error, duration_s)
 
 
 def _serialize(descriptor: Descriptor) -> str:

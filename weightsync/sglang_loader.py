@@ -1,10 +1,10 @@
-"""SGLang custom weight loader: takes one update out of shared memory, inside the engine.
+"""SGLang custom weight loader: takes one update from its sender, inside the engine.
 
 Runs in the scheduler process, on its only thread, while the manager holds generation paused.
 Started by name: `--custom-weight-loader=weightsync.sglang_loader.load`. Owner: the engine.
 
 Invariants: `load` never raises, because an exception that leaves a loader kills the scheduler:
-what went wrong goes to the sender through the ring, and to the engine's log. Every wait has a
+what went wrong goes to the sender through the receiver, and to the engine's log. Every wait has a
 deadline. Nothing here sets weight_version: the manager does, once the sender has reported.
 An update counts as verified only when every tensor of the plan was loaded, the plan covers
 the model's parameters exactly, and each bucket's checksum was right.
@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from weightsync import _core
 from weightsync.descriptor import TENSOR_NAME, Descriptor
 from weightsync.errors import EpochFencedError, PlanMismatchError
 from weightsync.plan import Plan, TensorSpec
+from weightsync.transports import Receiver, open_receiver
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +37,14 @@ class _Fence:
 
 def load(model: Any, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Receives one update. `named_tensors` holds one uint8 tensor: a Descriptor."""
-    receiver: _core.RingReceiver | None = None
+    receiver: Receiver | None = None
     try:
         descriptor = _read(named_tensors)
-        receiver = _core.RingReceiver(
-            name=descriptor.segment, epoch=descriptor.epoch, index=descriptor.receiver
+        receiver = open_receiver(
+            descriptor.endpoint,
+            descriptor.epoch,
+            descriptor.receiver,
+            descriptor.bucket_timeout_s,
         )
         _receive(model, descriptor, receiver)
         receiver.verified()
@@ -61,7 +64,7 @@ def _read(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Descriptor:
     return Descriptor.decode(tensors[TENSOR_NAME].cpu().numpy().tobytes())
 
 
-def _receive(model: Any, descriptor: Descriptor, receiver: _core.RingReceiver) -> None:
+def _receive(model: Any, descriptor: Descriptor, receiver: Receiver) -> None:
     if descriptor.epoch < _Fence.epoch:
         raise EpochFencedError(
             f"window {descriptor.epoch} is older than {_Fence.epoch}, which this engine saw"

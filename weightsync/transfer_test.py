@@ -21,13 +21,23 @@ import torch
 
 from proto import rollout_pb2 as pb
 from weightsync import _core, errors
-from weightsync.config import WeightSyncConfig
+from weightsync.config import TcpConfig, WeightSyncConfig
 from weightsync.fake_engine import digest, make_weights
-from weightsync.publisher import SEGMENT_PREFIX, WeightPublisher
+from weightsync.publisher import WeightPublisher
+from weightsync.transports import SEGMENT_PREFIX
 
 CONFIG = WeightSyncConfig(
-    bucket_bytes=16 * 1024, bucket_timeout_s=2.0, verify_timeout_s=2.0, attach_timeout_s=2.0
+    bucket_bytes=16 * 1024,
+    bucket_timeout_s=2.0,
+    verify_timeout_s=2.0,
+    attach_timeout_s=2.0,
+    tcp=TcpConfig(stall_timeout_s=0.5),
 )
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def config(request):
+    return CONFIG.model_copy(update={"transport": request.param})
 
 
 class Engine:
@@ -88,9 +98,9 @@ def engines() -> Iterator[list[Engine]]:
     assert not segments()
 
 
-async def test_every_engine_gets_every_tensor(engines):
+async def test_every_engine_gets_every_tensor(engines, config):
     manager = Manager([e.url for e in engines])
-    publisher = WeightPublisher(CONFIG, manager)
+    publisher = WeightPublisher(config, manager)
     for version in (1, 2):
         weights = make_weights(20, 1000, version)
         result = await publisher.publish(list(weights.items()), version)
@@ -101,36 +111,50 @@ async def test_every_engine_gets_every_tensor(engines):
             assert await engine.weights() == {n: digest(t) for n, t in weights.items()}
 
 
-async def test_views_that_are_not_contiguous_arrive_as_they_read(engines):
+async def test_views_that_are_not_contiguous_arrive_as_they_read(engines, config):
     weights = make_weights(20, 1000, 1)
     strided = {n: torch.stack([t, t], dim=1)[:, 0] for n, t in weights.items()}
     assert not strided["layer.0.weight"].is_contiguous()
-    publisher = WeightPublisher(CONFIG, Manager([engines[0].url]))
+    publisher = WeightPublisher(config, Manager([engines[0].url]))
     await publisher.publish(strided.items(), 1)
     assert await engines[0].weights() == {n: digest(t) for n, t in weights.items()}
 
 
-async def test_an_engine_that_dies_half_way_does_not_stop_the_other(engines):
-    with Engine("--die-in-update") as dying:
+async def test_an_engine_that_dies_half_way_does_not_stop_the_other(engines, config):
+    with Engine("--signal-in-update=SIGKILL") as dying:
         manager = Manager([dying.url, engines[0].url])
         weights = make_weights(20, 1000, 3)
-        result = await WeightPublisher(CONFIG, manager).publish(weights.items(), 3)
+        result = await WeightPublisher(config, manager).publish(weights.items(), 3)
     assert result.engines == ("engine1",)
     assert manager.flags() == [(False, True), (True, True)]
     assert dying.url in result.per_engine["engine0"].error
     assert await engines[0].weights() == {n: digest(t) for n, t in weights.items()}
 
 
-async def test_an_engine_that_is_not_there_is_untouched(engines):
+async def test_engines_whose_parent_stops_half_way_take_the_rest_from_the_sender(engines):
+    """A chain: the second and third engine get the first bucket through the first."""
+    config = CONFIG.model_copy(update={"transport": "tcp"})
+    with Engine("--signal-in-update=SIGSTOP") as stopping:
+        manager = Manager([stopping.url, *(e.url for e in engines)])
+        weights = make_weights(20, 1000, 8)
+        result = await WeightPublisher(config, manager).publish(weights.items(), 8)
+        assert result.engines == ("engine1", "engine2")
+        for engine in engines:
+            assert await engine.weights() == {n: digest(t) for n, t in weights.items()}
+        assert manager.flags() == [(False, True), (True, True), (True, True)]
+        assert "did not free a buffer" in result.per_engine["engine0"].error
+
+
+async def test_an_engine_that_is_not_there_is_untouched(engines, config):
     manager = Manager(["http://127.0.0.1:1", engines[0].url])
     weights = make_weights(20, 1000, 4)
-    result = await WeightPublisher(CONFIG, manager).publish(weights.items(), 4)
+    result = await WeightPublisher(config, manager).publish(weights.items(), 4)
     assert result.engines == ("engine1",)
     assert manager.flags() == [(False, False), (True, True)]
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown", "dtype"])
-async def test_tensors_that_are_not_the_models_are_refused_untouched(engines, change):
+async def test_tensors_that_are_not_the_models_are_refused_untouched(engines, config, change):
     weights = make_weights(20, 1000, 5)
     if change == "missing":
         del weights["layer.3.weight"]
@@ -141,14 +165,14 @@ async def test_tensors_that_are_not_the_models_are_refused_untouched(engines, ch
     before = await engines[0].weights()
     manager = Manager([engines[0].url])
     with pytest.raises(errors.PublishError, match="engine0: PlanMismatchError"):
-        await WeightPublisher(CONFIG, manager).publish(weights.items(), 5)
+        await WeightPublisher(config, manager).publish(weights.items(), 5)
     assert manager.flags() == [(False, False)]
     assert await engines[0].weights() == before
 
 
-async def test_an_engine_that_stops_reading_is_given_up_in_time(engines):
+async def test_an_engine_that_stops_reading_is_given_up_in_time(engines, config):
     manager = Manager([e.url for e in engines])
-    publisher = WeightPublisher(CONFIG, manager)
+    publisher = WeightPublisher(config, manager)
     engines[0].process.send_signal(signal.SIGSTOP)
     try:
         result = await publisher.publish(make_weights(20, 1000, 6).items(), 6)
@@ -156,18 +180,19 @@ async def test_an_engine_that_stops_reading_is_given_up_in_time(engines):
         engines[0].process.send_signal(signal.SIGCONT)
     assert result.engines == ("engine1",)
     assert manager.flags() == [(False, False), (True, True)]
-    assert "bucket 2 (" in result.per_engine["engine0"].error
+    said = {"shm": "bucket 2 (", "tcp": "did not attach"}
+    assert said[config.transport] in result.per_engine["engine0"].error
     # Awake again, it finds the transfer over and stays as it was.
     assert await engines[0].weights() == {
         n: digest(torch.zeros_like(t)) for n, t in make_weights(20, 1000, 0).items()
     }
 
 
-async def test_a_cancelled_publication_closes_its_window(engines):
+async def test_a_cancelled_publication_closes_its_window(engines, config):
     manager = Manager([engines[0].url])
     engines[0].process.send_signal(signal.SIGSTOP)
     task = asyncio.create_task(
-        WeightPublisher(CONFIG, manager).publish(make_weights(20, 1000, 7).items(), 7)
+        WeightPublisher(config, manager).publish(make_weights(20, 1000, 7).items(), 7)
     )
     await asyncio.sleep(0.3)
     task.cancel()

@@ -2,7 +2,7 @@
 
 `--quick` stays under a minute; `--json PATH` writes rows {metric, value, unit, baseline, ratio,
 repeats, min, max}. Rows: packing against one memcpy of as many bytes; a transfer through shared memory
-to one and to two processes; torch's gloo broadcast to one process, as the baseline that
+and over TCP to one and to two processes; torch's gloo broadcast to one process, as the baseline that
 needs no code of ours. Tensors have the sizes of Qwen3-30B-A3B's experts.
 """
 
@@ -116,71 +116,75 @@ def _bench_packing(total_bytes: int, repeats: int) -> list[dict[str, Any]]:
     ]
 
 
-def _receive(name: str, index: int, total_bytes: int, rounds: int, ready: Barrier) -> None:
+def _receive(index: int, total_bytes: int, endpoints: Any, ready: Barrier) -> None:
     """A receiving process: copies every bucket into tensors of its own, as a loader does."""
     import torch
 
-    from weightsync import _core
+    from weightsync.transports import open_receiver
 
     torch.set_num_threads(1)
     plan = _plan(total_bytes)
     own = _tensors(plan)
-    for epoch in range(1, rounds + 1):
+    epoch = 0
+    while (endpoint := endpoints.get(timeout=_TIMEOUT_S)) is not None:
+        epoch += 1
+        receiver = open_receiver(endpoint, epoch, index, _TIMEOUT_S)
         ready.wait(_TIMEOUT_S)
-        ring = _core.RingReceiver(name=f"{name}_{epoch}", epoch=epoch, index=index)
         for number, bucket in enumerate(plan.buckets):
-            data = ring.next(plan.label(number), _TIMEOUT_S)
+            data = receiver.next(plan.label(number), _TIMEOUT_S)
             for place, offset in enumerate(bucket.offsets):
                 tensor = own[bucket.first + place]
                 tensor.copy_(
                     torch.frombuffer(data, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
                 )
-            ring.release()
-        ring.verified()
+            receiver.release()
+        receiver.verified()
+        del receiver, data
 
 
-def _bench_ring(
-    total_bytes: int, repeats: int, num_receivers: int, memcpy_rate: float
+def _bench_transport(
+    transport: str, total_bytes: int, repeats: int, num_receivers: int, memcpy_rate: float
 ) -> dict[str, Any]:
     """From the first bucket's packing to the last receiver's word, checksums on."""
-    from weightsync import _core
-    from weightsync.publisher import SEGMENT_PREFIX
+    from weightsync.config import WeightSyncConfig
+    from weightsync.transports import open_sender
 
+    config = WeightSyncConfig(
+        transport=transport, bucket_bytes=_BUCKET_BYTES, num_buffers=_NUM_BUFFERS
+    )
     plan = _plan(total_bytes)
     tensors = _tensors(plan)
     context = multiprocessing.get_context("spawn")
     ready = context.Barrier(num_receivers + 1)
-    name = f"{SEGMENT_PREFIX}{os.getpid()}_bench"
-    rounds = repeats + 1
+    endpoints = [context.Queue() for _ in range(num_receivers)]
     receivers = [
-        context.Process(target=_receive, args=(name, index, total_bytes, rounds, ready))
+        context.Process(target=_receive, args=(index, total_bytes, endpoints[index], ready))
         for index in range(num_receivers)
     ]
     for process in receivers:
         process.start()
     times_s = []
-    for epoch in range(1, rounds + 1):
-        ring = _core.RingSender(
-            name=f"{name}_{epoch}",
-            epoch=epoch,
-            num_receivers=num_receivers,
-            num_buffers=_NUM_BUFFERS,
-            buffer_bytes=plan.largest_bucket,
-            with_checksums=True,
-        )
+    for epoch in range(1, repeats + 2):
+        sender, endpoint = open_sender(config, plan, epoch, num_receivers)
+        for queue in endpoints:
+            queue.put(endpoint)
         ready.wait(_TIMEOUT_S)
         started_s = time.perf_counter()
         for index in range(len(plan.buckets)):
-            ring.send(_pieces(plan, tensors, index), plan.label(index), _TIMEOUT_S)
-        ring.finish(_TIMEOUT_S)
+            sender.send(_pieces(plan, tensors, index), plan.label(index), _TIMEOUT_S)
+        sender.finish(_TIMEOUT_S)
         times_s.append(time.perf_counter() - started_s)
-        failed = [ring.error(i) for i in range(num_receivers) if ring.error(i)]
-        ring.close()
+        failed = [sender.error(i) for i in range(num_receivers) if sender.error(i)]
+        sender.close()
         if failed:
             raise RuntimeError(f"a receiver failed: {failed}")
+    for queue in endpoints:
+        queue.put(None)
     for process in receivers:
         process.join(_TIMEOUT_S)
-    return _row(f"shm_to_{num_receivers}", plan.total_bytes, times_s[1:], ("memcpy", memcpy_rate))
+    return _row(
+        f"{transport}_to_{num_receivers}", plan.total_bytes, times_s[1:], ("memcpy", memcpy_rate)
+    )
 
 
 def _gloo(rank: int, path: str, total_bytes: int, rounds: int, results: Any) -> None:
@@ -232,7 +236,11 @@ def main() -> None:
     total_bytes, repeats = (2**28, 3) if arguments.quick else (2**30, 5)
     rows = _bench_packing(total_bytes, repeats)
     rate = rows[0]["value"]
-    rows += [_bench_ring(total_bytes, repeats, count, rate) for count in (1, 2)]
+    rows += [
+        _bench_transport(transport, total_bytes, repeats, count, rate)
+        for transport in ("shm", "tcp")
+        for count in (1, 2)
+    ]
     rows.append(_bench_gloo(total_bytes, repeats, rate))
     print(
         f"{platform.machine()}, {os.cpu_count()} cores, 1 thread a process; "

@@ -115,6 +115,7 @@ class Rig:
     windows: UpdateWindows
     store: MemoryStore
     publisher: WeightPublisher
+    tcp_publisher: WeightPublisher
     session: aiohttp.ClientSession
     shared_memory_before: set[Path]
 
@@ -244,8 +245,13 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     await pool.start()
     try:
         async with aiohttp.ClientSession() as session:
-            publisher = WeightPublisher(sync, WindowAdapter(windows))
-            yield Rig(pool, windows, store, publisher, session, before)
+            over_shm, over_tcp = (
+                WeightPublisher(
+                    sync.model_copy(update={"transport": transport}), WindowAdapter(windows)
+                )
+                for transport in ("shm", "tcp")
+            )
+            yield Rig(pool, windows, store, over_shm, over_tcp, session, before)
     finally:
         await pool.close()
 
@@ -272,11 +278,11 @@ async def test_updates_of_a_live_engine(rig: Rig) -> None:
         assert max(differences(first, answer, temperature)) <= TOLERANCE_NATS
         assert answer["meta_info"]["weight_versions"] == [{"version": "1", "start": 0, "end": 60}]
 
-    # An update while a request runs: every token matches the version that its span names.
+    # An update while a request runs, over TCP: every token matches the version of its span.
     running = asyncio.create_task(rig.generate(500))
     num_requests += 1
     await asyncio.sleep(0.5)
-    await rig.publish(second, 2)
+    await rig.tcp_publisher.publish(second.items(), 2)
     answer = await running
     spans = answer["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == ["1", "2"]

@@ -9,6 +9,7 @@
 #include "weightsync/core/checksum.h"
 #include "weightsync/core/packer.h"
 #include "weightsync/core/shm_ring.h"
+#include "weightsync/core/tcp_tree.h"
 
 namespace py = pybind11;
 
@@ -78,8 +79,37 @@ std::unique_ptr<RingReceiver> MakeReceiver(const std::string& name, uint64_t epo
   return receiver;
 }
 
-void Send(RingSender& sender, const py::buffer& triples, const std::string& label,
-          double timeout_s) {
+std::unique_ptr<TcpSender> MakeTcpSender(const std::string& host, const std::string& token,
+                                         uint64_t epoch, uint32_t num_receivers, uint32_t fan_out,
+                                         uint32_t num_buffers, uint64_t buffer_bytes,
+                                         bool with_checksums, double stall_timeout_s) {
+  std::unique_ptr<TcpSender> sender;
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = TcpSender::Create({host, token, epoch, num_receivers, fan_out, num_buffers,
+                                buffer_bytes, with_checksums, stall_timeout_s},
+                               &sender);
+  }
+  ThrowUnlessOk(status);
+  return sender;
+}
+
+std::unique_ptr<TcpReceiver> MakeTcpReceiver(const std::string& host, uint16_t port,
+                                             const std::string& token, uint64_t epoch,
+                                             uint32_t index, double timeout_s) {
+  std::unique_ptr<TcpReceiver> receiver;
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = TcpReceiver::Attach(host, port, token, epoch, index, timeout_s, &receiver);
+  }
+  ThrowUnlessOk(status);
+  return receiver;
+}
+
+template <typename Sender>
+void Send(Sender& sender, const py::buffer& triples, const std::string& label, double timeout_s) {
   const std::vector<Piece> pieces = ReadPieces(triples);
   Status status;
   {
@@ -89,7 +119,8 @@ void Send(RingSender& sender, const py::buffer& triples, const std::string& labe
   ThrowUnlessOk(status);
 }
 
-void Finish(RingSender& sender, double timeout_s) {
+template <typename Sender>
+void Finish(Sender& sender, double timeout_s) {
   Status status;
   {
     py::gil_scoped_release release;
@@ -98,7 +129,8 @@ void Finish(RingSender& sender, double timeout_s) {
   ThrowUnlessOk(status);
 }
 
-py::memoryview Next(RingReceiver& receiver, const std::string& label, double timeout_s) {
+template <typename Receiver>
+py::memoryview Next(Receiver& receiver, const std::string& label, double timeout_s) {
   Bucket bucket;
   Status status;
   {
@@ -132,10 +164,36 @@ uint64_t ChecksumOf(const py::buffer& data) {
   return checksum.Digest();
 }
 
+template <typename Sender>
+py::class_<Sender> BindSender(py::module_& m, const char* name) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  return py::class_<Sender>(m, name)
+      .def("send", &Send<Sender>, py::arg("pieces"), py::arg("label"), py::arg("timeout_s"))
+      .def("finish", &Finish<Sender>, py::arg("timeout_s"))
+      .def("drop", &Sender::Drop, py::arg("receiver"), py::arg("reason"), Release())
+      .def("abort", &Sender::Abort, Release())
+      .def("close", &Sender::Close, Release())
+      .def("state", &Sender::receiver_state, py::arg("receiver"), Release())
+      .def("error", &Sender::receiver_error, py::arg("receiver"), Release())
+      .def("num_consumed", &Sender::num_consumed, py::arg("receiver"), Release())
+      .def("was_touched", &Sender::was_touched, py::arg("receiver"), Release());
+}
+
+template <typename Receiver>
+py::class_<Receiver> BindReceiver(py::module_& m, const char* name) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  return py::class_<Receiver>(m, name)
+      // The view reads the receiver's memory, which ends with it.
+      .def("next", &Next<Receiver>, py::arg("label"), py::arg("timeout_s"), py::keep_alive<0, 1>())
+      .def("release", &Receiver::Release, Release())
+      .def("verified", &Receiver::Verified, Release())
+      .def("fail", &Receiver::Fail, py::arg("reason"), Release());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, m) {
-  m.doc() = "Bucket packing and the shared-memory ring; shm_ring.h states the behaviour.";
+  m.doc() = "Bucket packing, and buckets over shared memory and TCP; core/*.h state the behaviour.";
   m.attr("MAX_RECEIVERS") = kMaxReceivers;
   m.attr("MAX_BUFFERS") = kMaxBuffers;
   py::enum_<ReceiverState>(m, "ReceiverState")
@@ -143,28 +201,23 @@ PYBIND11_MODULE(_core, m) {
       .value("ATTACHED", ReceiverState::kAttached)
       .value("FAILED", ReceiverState::kFailed)
       .value("VERIFIED", ReceiverState::kVerified);
-  py::class_<RingSender>(m, "RingSender")
+  BindSender<RingSender>(m, "RingSender")
       .def(py::init(&MakeSender), py::kw_only(), py::arg("name"), py::arg("epoch"),
            py::arg("num_receivers"), py::arg("num_buffers"), py::arg("buffer_bytes"),
            py::arg("with_checksums"))
-      .def("send", &Send, py::arg("pieces"), py::arg("label"), py::arg("timeout_s"))
-      .def("finish", &Finish, py::arg("timeout_s"))
-      .def("drop", &RingSender::Drop, py::arg("receiver"), py::arg("reason"))
-      .def("abort", &RingSender::Abort)
-      .def("close", &RingSender::Close, py::call_guard<py::gil_scoped_release>())
-      .def("state", &RingSender::receiver_state, py::arg("receiver"))
-      .def("error", &RingSender::receiver_error, py::arg("receiver"))
-      .def("num_consumed", &RingSender::num_consumed, py::arg("receiver"))
-      .def("was_touched", &RingSender::was_touched, py::arg("receiver"))
       .def_property_readonly("name", &RingSender::name);
-  py::class_<RingReceiver>(m, "RingReceiver")
+  BindSender<TcpSender>(m, "TcpSender")
+      .def(py::init(&MakeTcpSender), py::kw_only(), py::arg("host"), py::arg("token"),
+           py::arg("epoch"), py::arg("num_receivers"), py::arg("fan_out"), py::arg("num_buffers"),
+           py::arg("buffer_bytes"), py::arg("with_checksums"), py::arg("stall_timeout_s"))
+      .def_property_readonly("port", &TcpSender::port)
+      .def_property_readonly("num_bytes_sent", &TcpSender::num_bytes_sent);
+  BindReceiver<RingReceiver>(m, "RingReceiver")
       .def(py::init(&MakeReceiver), py::kw_only(), py::arg("name"), py::arg("epoch"),
-           py::arg("index"))
-      // The view reads the mapping, which ends with the receiver.
-      .def("next", &Next, py::arg("label"), py::arg("timeout_s"), py::keep_alive<0, 1>())
-      .def("release", &RingReceiver::Release)
-      .def("verified", &RingReceiver::Verified)
-      .def("fail", &RingReceiver::Fail, py::arg("reason"));
+           py::arg("index"));
+  BindReceiver<TcpReceiver>(m, "TcpReceiver")
+      .def(py::init(&MakeTcpReceiver), py::kw_only(), py::arg("host"), py::arg("port"),
+           py::arg("token"), py::arg("epoch"), py::arg("index"), py::arg("timeout_s"));
   m.def("pack", &PackInto, py::arg("pieces"), py::arg("bucket"), py::arg("with_checksum"));
   m.def("checksum", &ChecksumOf, py::arg("data"));
   m.def("sweep", &Sweep, py::arg("prefix"));

@@ -25,12 +25,10 @@
 #include <vector>
 
 #include "weightsync/core/packer.h"
+#include "weightsync/core/receiver_state.h"
 #include "weightsync/core/status.h"
 
 namespace swe_rl::weightsync {
-
-inline constexpr uint32_t kMaxReceivers = 64;
-inline constexpr uint32_t kMaxBuffers = 8;
 
 struct RingOptions {
   uint64_t epoch;
@@ -38,13 +36,6 @@ struct RingOptions {
   uint32_t num_buffers;    // 1..kMaxBuffers
   uint64_t buffer_bytes;   // > 0
   bool with_checksums;
-};
-
-enum class ReceiverState : uint32_t {
-  kAbsent,    // not attached yet
-  kAttached,  // reading
-  kFailed,    // gave up, or was given up; its error says why
-  kVerified,  // received everything and found it complete
 };
 
 struct Header;  // what lies at the segment's start
@@ -111,13 +102,6 @@ class RingSender {
   Header* header_ = nullptr;
   uint64_t next_ = 0;
   bool with_checksums_ = true;
-};
-
-// A bucket in place; valid until Release.
-struct Bucket {
-  uint64_t sequence;
-  const char* data;
-  uint64_t size;
 };
 
 class RingReceiver {

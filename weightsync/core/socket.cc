@@ -1,0 +1,210 @@
+#include "weightsync/core/socket.h"
+
+#include <fcntl.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace swe_rl::weightsync {
+namespace {
+
+using SteadyClock = std::chrono::steady_clock;
+
+constexpr int kBacklog = 128;
+
+struct FreeAddresses {
+  void operator()(addrinfo* found) const { freeaddrinfo(found); }
+};
+using Addresses = std::unique_ptr<addrinfo, FreeAddresses>;
+
+Status Resolve(const std::string& host, uint16_t port, int flags, Addresses* found) {
+  addrinfo hints = {};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = flags | AI_NUMERICSERV;
+  addrinfo* result = nullptr;
+  const int code = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &result);
+  if (code != 0) {
+    return Error(StatusCode::kInvalidArgument,
+                 "cannot resolve the host " + host + ": " + gai_strerror(code));
+  }
+  found->reset(result);
+  return {};
+}
+
+int MillisecondsTo(Deadline deadline) {
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - SteadyClock::now());
+  return static_cast<int>(std::clamp<int64_t>(left.count(), 0, 1 << 30));
+}
+
+// kOk: the descriptor is ready or broken, and the next call on it will tell.
+Status Poll(int fd, short events, Deadline deadline, const std::string& what) {
+  pollfd entry = {fd, events, 0};
+  while (true) {
+    const int ready = poll(&entry, 1, MillisecondsTo(deadline));
+    if (ready > 0) return {};
+    if (ready == 0) return Error(StatusCode::kDeadlineExceeded, what + " took too long");
+    if (errno != EINTR) {
+      return Error(StatusCode::kUnavailable, what + ": " + std::strerror(errno));
+    }
+  }
+}
+
+template <typename GetName>
+std::string NumericHost(int fd, GetName get_name) {
+  sockaddr_storage address = {};
+  socklen_t size = sizeof(address);
+  char host[NI_MAXHOST] = "";
+  if (get_name(fd, reinterpret_cast<sockaddr*>(&address), &size) == 0) {
+    getnameinfo(reinterpret_cast<sockaddr*>(&address), size, host, sizeof(host), nullptr, 0,
+                NI_NUMERICHOST);
+  }
+  return host;
+}
+
+void SetNoDelay(int fd) {
+  const int on = 1;
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+}
+
+}  // namespace
+
+Deadline After(double seconds) {
+  return SteadyClock::now() +
+         std::chrono::duration_cast<SteadyClock::duration>(std::chrono::duration<double>(seconds));
+}
+
+Status Socket::Connect(const std::string& host, uint16_t port, Deadline deadline,
+                       std::unique_ptr<Socket>* socket) {
+  Addresses found;
+  if (const Status status = Resolve(host, port, 0, &found); !status.ok()) return status;
+  const std::string to = host + ":" + std::to_string(port);
+  Status last = Error(StatusCode::kUnavailable, to + " has no address");
+  for (const addrinfo* at = found.get(); at != nullptr; at = at->ai_next) {
+    const int fd = ::socket(at->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (fd < 0) {
+      last = Error(StatusCode::kUnavailable, std::string("no socket: ") + std::strerror(errno));
+      continue;
+    }
+    auto made = std::make_unique<Socket>(fd);
+    int code = connect(fd, at->ai_addr, at->ai_addrlen) == 0 ? 0 : errno;
+    if (code == EINPROGRESS) {
+      last = Poll(fd, POLLOUT, deadline, "connecting to " + to);
+      if (!last.ok()) continue;
+      socklen_t size = sizeof(code);
+      getsockopt(fd, SOL_SOCKET, SO_ERROR, &code, &size);
+    }
+    if (code == 0) {
+      SetNoDelay(fd);
+      *socket = std::move(made);
+      return {};
+    }
+    last = Error(StatusCode::kUnavailable, "cannot connect to " + to + ": " + std::strerror(code));
+  }
+  return last;
+}
+
+Socket::~Socket() { close(fd_); }
+
+void Socket::Cut() { shutdown(fd_, SHUT_RDWR); }
+
+Status Socket::Wait(short events, Deadline deadline, const char* what) {
+  return Poll(fd_, events, deadline, what);
+}
+
+Status Socket::ReadSome(void* to, uint64_t size, Deadline deadline, uint64_t* got) {
+  while (true) {
+    const ssize_t count = recv(fd_, to, size, 0);
+    if (count > 0) {
+      *got = static_cast<uint64_t>(count);
+      return {};
+    }
+    if (count == 0) return Error(StatusCode::kUnavailable, "the connection was closed");
+    if (errno == EINTR) continue;
+    if (errno != EAGAIN && errno != EWOULDBLOCK) {
+      return Error(StatusCode::kUnavailable, std::string("reading: ") + std::strerror(errno));
+    }
+    if (const Status status = Wait(POLLIN, deadline, "reading"); !status.ok()) return status;
+  }
+}
+
+Status Socket::Read(void* to, uint64_t size, Deadline deadline) {
+  for (uint64_t done = 0; done < size;) {
+    uint64_t got = 0;
+    const Status status = ReadSome(static_cast<char*>(to) + done, size - done, deadline, &got);
+    if (!status.ok()) return status;
+    done += got;
+  }
+  return {};
+}
+
+Status Socket::Write(const void* from, uint64_t size, Deadline deadline) {
+  for (uint64_t done = 0; done < size;) {
+    const ssize_t count =
+        send(fd_, static_cast<const char*>(from) + done, size - done, MSG_NOSIGNAL);
+    if (count >= 0) {
+      done += static_cast<uint64_t>(count);
+      continue;
+    }
+    if (errno == EINTR) continue;
+    if (errno != EAGAIN && errno != EWOULDBLOCK) {
+      return Error(StatusCode::kUnavailable, std::string("writing: ") + std::strerror(errno));
+    }
+    if (const Status status = Wait(POLLOUT, deadline, "writing"); !status.ok()) return status;
+  }
+  return {};
+}
+
+std::string Socket::local_host() const { return NumericHost(fd_, getsockname); }
+
+std::string Socket::peer_host() const { return NumericHost(fd_, getpeername); }
+
+Status Listener::Listen(const std::string& host, std::unique_ptr<Listener>* listener) {
+  Addresses found;
+  if (const Status status = Resolve(host, 0, AI_PASSIVE, &found); !status.ok()) return status;
+  const int fd = ::socket(found->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  sockaddr_storage address = {};
+  socklen_t size = sizeof(address);
+  if (fd < 0 || bind(fd, found->ai_addr, found->ai_addrlen) != 0 || listen(fd, kBacklog) != 0 ||
+      getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
+    const Status status =
+        Error(StatusCode::kUnavailable, "cannot listen at " + host + ": " + std::strerror(errno));
+    if (fd >= 0) close(fd);
+    return status;
+  }
+  const uint16_t port =
+      ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&address)->sin6_port
+                                          : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
+  listener->reset(new Listener(fd, port));
+  return {};
+}
+
+Listener::~Listener() { close(fd_); }
+
+void Listener::Cut() { shutdown(fd_, SHUT_RDWR); }
+
+Status Listener::Accept(Deadline deadline, std::unique_ptr<Socket>* socket) {
+  while (true) {
+    const int fd = accept4(fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd >= 0) {
+      SetNoDelay(fd);
+      *socket = std::make_unique<Socket>(fd);
+      return {};
+    }
+    if (errno == EINTR || errno == ECONNABORTED) continue;
+    if (errno != EAGAIN && errno != EWOULDBLOCK) {
+      return Error(StatusCode::kUnavailable, std::string("accepting: ") + std::strerror(errno));
+    }
+    const Status status = Poll(fd_, POLLIN, deadline, "accepting");
+    if (!status.ok()) return status;
+  }
+}
+
+}  // namespace swe_rl::weightsync

@@ -1,0 +1,211 @@
+// The TCP tree between threads; transfer_test.py adds processes that die and stop.
+#include "weightsync/core/tcp_tree.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstring>
+#include <future>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "weightsync/core/socket.h"
+
+namespace swe_rl::weightsync {
+namespace {
+
+constexpr double kTimeoutS = 20.0;
+constexpr uint64_t kBucketBytes = (2 << 20) + 77;  // more than one chunk, and no round number
+const std::string kToken = "0123456789abcdef";
+
+std::vector<char> Bytes(uint64_t bucket) {
+  std::vector<char> bytes(kBucketBytes);
+  std::iota(bytes.begin(), bytes.end(), static_cast<char>(bucket * 31));
+  return bytes;
+}
+
+class TcpTreeTest : public testing::Test {
+ protected:
+  void Make(uint32_t num_receivers, uint32_t fan_out, double stall_timeout_s = 5.0) {
+    const Status status = TcpSender::Create({.host = "127.0.0.1",
+                                             .token = kToken,
+                                             .epoch = 7,
+                                             .num_receivers = num_receivers,
+                                             .fan_out = fan_out,
+                                             .num_buffers = 2,
+                                             .buffer_bytes = kBucketBytes,
+                                             .with_checksums = true,
+                                             .stall_timeout_s = stall_timeout_s},
+                                            &sender_);
+    ASSERT_TRUE(status.ok()) << status.message;
+  }
+
+  std::unique_ptr<TcpReceiver> Attach(uint32_t index) {
+    std::unique_ptr<TcpReceiver> receiver;
+    const Status status =
+        TcpReceiver::Attach("127.0.0.1", sender_->port(), kToken, 7, index, kTimeoutS, &receiver);
+    EXPECT_TRUE(status.ok()) << status.message;
+    return receiver;
+  }
+
+  // Takes `num` buckets; false when one was wrong or did not come.
+  static bool Take(TcpReceiver* receiver, uint64_t first, uint64_t num,
+                   double timeout_s = kTimeoutS) {
+    for (uint64_t i = first; i < first + num; ++i) {
+      Bucket bucket;
+      const Status status = receiver->Next("x", timeout_s, &bucket);
+      if (!status.ok()) return false;
+      const std::vector<char> wanted = Bytes(i);
+      if (bucket.sequence != i || bucket.size != wanted.size() ||
+          std::memcmp(bucket.data, wanted.data(), wanted.size()) != 0) {
+        ADD_FAILURE() << "bucket " << i << " is wrong";
+        return false;
+      }
+      receiver->Release();
+    }
+    return true;
+  }
+
+  std::future<bool> TakeAll(uint32_t index, uint64_t num) {
+    return std::async(std::launch::async, [this, index, num] {
+      const auto receiver = Attach(index);
+      const bool is_right = receiver != nullptr && Take(receiver.get(), 0, num);
+      if (is_right) receiver->Verified();
+      return is_right;
+    });
+  }
+
+  Status Send(uint64_t bucket, double timeout_s = kTimeoutS) {
+    const std::vector<char> bytes = Bytes(bucket);
+    return sender_->Send({{bytes.data(), bytes.size(), 0}}, "x", timeout_s);
+  }
+
+  std::unique_ptr<TcpSender> sender_;
+};
+
+TEST_F(TcpTreeTest, EveryReceiverGetsEveryBucketAndTheSenderSendsFanOutTimes) {
+  constexpr uint64_t kNum = 7;
+  for (const uint32_t fan_out : {1u, 2u, 5u}) {
+    Make(5, fan_out);
+    std::vector<std::future<bool>> receivers;
+    for (uint32_t i = 0; i < 5; ++i) receivers.push_back(TakeAll(i, kNum));
+    for (uint64_t i = 0; i < kNum; ++i) ASSERT_TRUE(Send(i).ok());
+    ASSERT_TRUE(sender_->Finish(kTimeoutS).ok());
+    for (auto& receiver : receivers) EXPECT_TRUE(receiver.get());
+    for (uint32_t i = 0; i < 5; ++i) {
+      EXPECT_EQ(sender_->receiver_state(i), ReceiverState::kVerified) << sender_->receiver_error(i);
+      EXPECT_TRUE(sender_->was_touched(i));
+    }
+    EXPECT_EQ(sender_->num_bytes_sent(), fan_out * kNum * kBucketBytes);
+  }
+}
+
+TEST_F(TcpTreeTest, WhoseParentEndsTakesTheRestFromTheSender) {
+  constexpr uint64_t kNum = 6;
+  Make(3, 1);
+  auto parent = Attach(0);
+  std::future<bool> second = TakeAll(1, kNum), third = TakeAll(2, kNum);
+  auto sending = std::async(std::launch::async, [&] {
+    for (uint64_t i = 0; i < kNum; ++i) {
+      if (!Send(i).ok()) return false;
+    }
+    return sender_->Finish(kTimeoutS).ok();
+  });
+  EXPECT_TRUE(Take(parent.get(), 0, 2));
+  parent.reset();
+  EXPECT_TRUE(sending.get());
+  EXPECT_TRUE(second.get());
+  EXPECT_TRUE(third.get());
+  EXPECT_EQ(sender_->receiver_state(0), ReceiverState::kFailed);
+  EXPECT_TRUE(sender_->was_touched(0));
+  EXPECT_EQ(sender_->receiver_state(1), ReceiverState::kVerified);
+  EXPECT_EQ(sender_->receiver_state(2), ReceiverState::kVerified);
+}
+
+TEST_F(TcpTreeTest, WhoIsLateIsLeftOutAndNamed) {
+  Make(2, 1);
+  const auto slow = Attach(0);
+  std::future<bool> other = TakeAll(1, 4);
+  for (uint64_t i = 0; i < 4; ++i) ASSERT_TRUE(Send(i, i < 2 ? kTimeoutS : 0.3).ok());
+  ASSERT_TRUE(sender_->Finish(kTimeoutS).ok());
+  EXPECT_TRUE(other.get());
+  EXPECT_EQ(sender_->receiver_error(0),
+            "receiver 0 did not free a buffer for bucket 2 (x) within 0.3 s (it has released 0 "
+            "buckets)");
+  EXPECT_FALSE(sender_->was_touched(0));
+  EXPECT_FALSE(Take(slow.get(), 0, 1));
+}
+
+TEST_F(TcpTreeTest, WhoNeverComesIsLeftOut) {
+  Make(2, 1);
+  std::future<bool> second = TakeAll(1, 1);
+  ASSERT_TRUE(Send(0, 0.5).ok());
+  ASSERT_TRUE(sender_->Finish(kTimeoutS).ok());
+  EXPECT_TRUE(second.get()) << "its parent never came";
+  EXPECT_EQ(sender_->receiver_state(0), ReceiverState::kFailed);
+}
+
+TEST_F(TcpTreeTest, NothingIsTakenAfterAnAbort) {
+  Make(1, 1);
+  const auto receiver = Attach(0);
+  ASSERT_TRUE(Send(0).ok());
+  sender_->Abort();
+  EXPECT_FALSE(sender_->was_touched(0));
+  Bucket bucket;
+  const Status status = receiver->Next("x", kTimeoutS, &bucket);
+  EXPECT_EQ(status.code, StatusCode::kUnavailable);
+  EXPECT_NE(status.message.find("gave up"), std::string::npos) << status.message;
+  EXPECT_FALSE(sender_->was_touched(0));
+}
+
+TEST_F(TcpTreeTest, AReceiverSaysWhyItFails) {
+  Make(1, 1);
+  const auto receiver = Attach(0);
+  ASSERT_TRUE(Send(0).ok());
+  receiver->Fail("no such tensor");
+  ASSERT_TRUE(sender_->Finish(kTimeoutS).ok());
+  EXPECT_EQ(sender_->receiver_error(0), "no such tensor");
+  EXPECT_EQ(Send(1).code, StatusCode::kUnavailable);
+}
+
+TEST_F(TcpTreeTest, StrangersAndOldEpochsAreRefused) {
+  Make(1, 1);
+  std::unique_ptr<TcpReceiver> receiver;
+  const auto attach = [&](const std::string& token, uint64_t epoch, uint32_t index) {
+    return TcpReceiver::Attach("127.0.0.1", sender_->port(), token, epoch, index, kTimeoutS,
+                               &receiver)
+        .code;
+  };
+  EXPECT_EQ(attach("fedcba9876543210", 7, 0), StatusCode::kUnavailable);
+  EXPECT_EQ(attach(kToken, 6, 0), StatusCode::kFenced);
+  EXPECT_EQ(attach(kToken, 7, 1), StatusCode::kInvalidArgument);
+  EXPECT_EQ(attach("short", 7, 0), StatusCode::kInvalidArgument);
+  EXPECT_EQ(sender_->receiver_state(0), ReceiverState::kAbsent);
+  EXPECT_EQ(attach(kToken, 7, 0), StatusCode::kOk);
+}
+
+TEST_F(TcpTreeTest, ASenderThatEndsEndsTheWaitOfItsReceivers) {
+  Make(1, 1);
+  const auto receiver = Attach(0);
+  auto waiting = std::async(std::launch::async, [&] {
+    Bucket bucket;
+    return receiver->Next("x", kTimeoutS, &bucket).code;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  sender_.reset();
+  EXPECT_EQ(waiting.get(), StatusCode::kUnavailable);
+}
+
+TEST_F(TcpTreeTest, ABucketThatDoesNotComeIsNamed) {
+  Make(1, 1);
+  const auto receiver = Attach(0);
+  Bucket bucket;
+  const Status status = receiver->Next("w", 0.2, &bucket);
+  EXPECT_EQ(status.code, StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(status.message, "bucket 0 (w) did not arrive within 0.2 s");
+}
+
+}  // namespace
+}  // namespace swe_rl::weightsync

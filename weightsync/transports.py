@@ -1,0 +1,135 @@
+"""What carries an update's buckets: one interface for both ends, whichever transport is set.
+
+Purpose: publisher and loader know senders, receivers and endpoints, not what they are made of.
+Owner: WeightPublisher opens a sender; each engine's loader opens a receiver with the endpoint that
+it was sent. Invariant: an endpoint is plain JSON and holds all that a receiver needs to connect.
+
+    shm   the receivers read one ring of buckets in the sender's host's shared memory
+    tcp   buckets are passed on from receiver to receiver; the sender sends each fan_out times
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import TYPE_CHECKING, Any, Protocol
+
+from weightsync import _core
+from weightsync.errors import PlanMismatchError
+
+if TYPE_CHECKING:
+    from weightsync.config import WeightSyncConfig
+    from weightsync.plan import Plan
+
+SEGMENT_PREFIX = "swe_rl_ws_"
+
+Endpoint = dict[str, Any]
+"""How to reach a sender: its `transport` and what that needs."""
+
+
+class Sender(Protocol):
+    """Sends buckets to a fixed number of receivers; core/shm_ring.h has the rules."""
+
+    def send(self, pieces: _core.Buffer, label: str, timeout_s: float) -> None:
+        """Packs and sends the next bucket; leaves out receivers that are late."""
+
+    def finish(self, timeout_s: float) -> None:
+        """Waits for each receiver's word."""
+
+    def drop(self, receiver: int, reason: str) -> None:
+        """Leaves a receiver out."""
+
+    def abort(self) -> None:
+        """Tells receivers to give up and ends waits."""
+
+    def close(self) -> None:
+        """Aborts, and frees everything."""
+
+    def state(self, receiver: int) -> _core.ReceiverState:
+        """How far a receiver is."""
+
+    def error(self, receiver: int) -> str:
+        """Why it failed; empty: it did not."""
+
+    def was_touched(self, receiver: int) -> bool:
+        """Whether it may have read a bucket; final after `abort`."""
+
+
+class Receiver(Protocol):
+    """Takes buckets in order."""
+
+    def next(self, label: str, timeout_s: float) -> memoryview:
+        """The next bucket in place; valid until `release`."""
+
+    def release(self) -> None:
+        """Gives it back."""
+
+    def verified(self) -> None:
+        """Tells the sender that all is complete."""
+
+    def fail(self, reason: str) -> None:
+        """Tells the sender why not."""
+
+
+def open_sender(
+    config: WeightSyncConfig, plan: Plan, epoch: int, num_receivers: int
+) -> tuple[Sender, Endpoint]:
+    """A sender for one update, and what its receivers need.
+
+    Raises PeerLostError when shared memory or the address is not to be had.
+    """
+    num_buffers = min(config.num_buffers, len(plan.buckets))
+    if config.transport == "tcp":
+        token = secrets.token_hex(16)
+        sender = _core.TcpSender(
+            host=config.tcp.host,
+            token=token,
+            epoch=epoch,
+            num_receivers=num_receivers,
+            fan_out=config.tcp.fan_out,
+            num_buffers=num_buffers,
+            buffer_bytes=plan.largest_bucket,
+            with_checksums=config.checksums,
+            stall_timeout_s=config.tcp.stall_timeout_s,
+        )
+        return sender, {
+            "transport": "tcp",
+            "host": config.tcp.host,
+            "port": sender.port,
+            "token": token,
+        }
+    ring = _core.RingSender(
+        name=f"{SEGMENT_PREFIX}{os.getpid()}_{epoch}_{secrets.token_hex(4)}",
+        epoch=epoch,
+        num_receivers=num_receivers,
+        num_buffers=num_buffers,
+        buffer_bytes=plan.largest_bucket,
+        with_checksums=config.checksums,
+    )
+    return ring, {"transport": "shm", "segment": ring.name}
+
+
+def open_receiver(endpoint: Endpoint, epoch: int, index: int, timeout_s: float) -> Receiver:
+    """Connects receiver `index` to the sender of `endpoint`.
+
+    Raises PeerLostError when the sender is gone, EpochFencedError when it is of another epoch,
+    TransferTimeoutError, and PlanMismatchError for an endpoint of another version.
+    """
+    transport = endpoint.get("transport")
+    try:
+        if transport == "shm":
+            return _core.RingReceiver(name=endpoint["segment"], epoch=epoch, index=index)
+        if transport == "tcp":
+            return _core.TcpReceiver(
+                host=endpoint["host"],
+                port=endpoint["port"],
+                token=endpoint["token"],
+                epoch=epoch,
+                index=index,
+                timeout_s=timeout_s,
+            )
+    except KeyError as error:
+        raise PlanMismatchError(f"an endpoint of {transport} lacks {error}") from error
+    raise PlanMismatchError(
+        f"transport {transport!r} is unknown here: trainer and engine run different versions"
+    )
