@@ -130,10 +130,13 @@ def table(plan: Plan, topology: Topology) -> list[str]:
     """The table's lines."""
     num_engines = topology.num_engines
     rates = "".join(f"{f'bound at {name}':>24}" for name in RATES_GBIT_S)
-    lines = [
+    what = (
         f"Qwen3-30B-A3B, bf16: {plan.total_bytes / 1e9:.2f} GB in {len(plan.tensors):,} tensors, "
         f"{len(plan.buckets)} buckets (rounds) of at most {plan.bucket_bytes / 2**20:.0f} MiB; "
-        f"{num_engines} engines on {topology.num_nodes} nodes",
+        f"{num_engines} engines on {topology.num_nodes} nodes"
+    )
+    lines = [
+        what,
         "computed from the plan, not measured:",
         f"{'fan_out':>8}{'trainer out':>14}{'busiest NIC':>14}{'between':>12}{'within':>12}{rates}",
     ]
