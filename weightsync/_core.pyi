@@ -2,6 +2,7 @@
 
 import enum
 from array import array
+from collections.abc import Sequence
 from typing import TypeAlias
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | array[int]
@@ -72,6 +73,32 @@ class TcpReceiver(_Receiver):
     def __init__(
         self, *, host: str, port: int, token: str, epoch: int, index: int, timeout_s: float
     ) -> None: ...
+
+class RcclApi:
+    def __init__(self, *, library: str = "", runtime: str = "") -> None: ...
+    @property
+    def version(self) -> int: ...
+    def unique_id(self) -> bytes: ...
+
+class RcclGroup:
+    def __init__(
+        self,
+        api: RcclApi,
+        *,
+        unique_id: bytes,
+        rank: int,
+        world: int,
+        device: int,
+        bucket_bytes: int,
+        num_buffers: int,
+        with_checksums: bool,
+        timeout_s: float,
+    ) -> None: ...
+    def agree(self, digest: bytes, timeout_s: float) -> None: ...
+    def broadcast(
+        self, buckets: Sequence[tuple[Buffer, int, str]], version: int, timeout_s: float
+    ) -> list[tuple[int, float, float]]: ...
+    def abort(self) -> None: ...
 
 def pack(pieces: Buffer, bucket: Buffer, with_checksum: bool) -> tuple[int, int]: ...
 def checksum(data: Buffer) -> int: ...

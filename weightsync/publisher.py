@@ -15,7 +15,6 @@ killed is removed when the next publisher starts.
 
 from __future__ import annotations
 
-import array
 import asyncio
 import base64
 import logging
@@ -33,7 +32,7 @@ from weightsync.config import WeightSyncConfig
 from weightsync.descriptor import TENSOR_NAME, Descriptor
 from weightsync.errors import PeerLostError, PublishError
 from weightsync.plan import Plan, TensorSpec, make_plan
-from weightsync.transports import SEGMENT_PREFIX, Sender, open_sender
+from weightsync.transports import SEGMENT_PREFIX, Sender, open_sender, pieces_of
 
 if TYPE_CHECKING:
     import torch
@@ -203,14 +202,14 @@ class WeightPublisher:
 
     def _pack(self, sender: Sender, plan: Plan, tensors: Sequence[torch.Tensor]) -> None:
         """Sends every bucket, then waits for the receivers' word. Runs in a thread."""
-        for index, bucket in enumerate(plan.buckets):
-            pieces = array.array("Q")
-            for place, offset in enumerate(bucket.offsets):
-                tensor = tensors[bucket.first + place]
-                pieces.extend((tensor.data_ptr(), tensor.nbytes, offset))
+        for index in range(len(plan.buckets)):
             # The first wait also covers the engine's way to its loader.
             extra_s = self._config.attach_timeout_s if index < self._config.num_buffers + 1 else 0
-            sender.send(pieces, plan.label(index), self._config.bucket_timeout_s + extra_s)
+            sender.send(
+                pieces_of(plan, tensors, index),
+                plan.label(index),
+                self._config.bucket_timeout_s + extra_s,
+            )
         sender.finish(self._config.verify_timeout_s + self._config.attach_timeout_s)
 
     async def _call(

@@ -10,14 +10,18 @@ it was sent. Invariant: an endpoint is plain JSON and holds all that a receiver 
 
 from __future__ import annotations
 
+import array
 import os
 import secrets
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsync import _core
 from weightsync.errors import PlanMismatchError
 
 if TYPE_CHECKING:
+    import torch
+
     from weightsync.config import WeightSyncConfig
     from weightsync.plan import Plan
 
@@ -133,3 +137,13 @@ def open_receiver(endpoint: Endpoint, epoch: int, index: int, timeout_s: float) 
     raise PlanMismatchError(
         f"transport {transport!r} is unknown here: trainer and engine run different versions"
     )
+
+
+def pieces_of(plan: Plan, tensors: Sequence[torch.Tensor], index: int) -> array.array[int]:
+    """Flat (address, bytes, offset) triples of the tensors of a bucket, as the core takes them."""
+    bucket = plan.buckets[index]
+    pieces = array.array("Q")
+    for place, offset in enumerate(bucket.offsets):
+        tensor = tensors[bucket.first + place]
+        pieces.extend((tensor.data_ptr(), tensor.nbytes, offset))
+    return pieces

@@ -35,17 +35,6 @@ def _plan(total_bytes: int) -> Any:
     return make_plan(specs, _BUCKET_BYTES)
 
 
-def _pieces(plan: Any, tensors: list[Any], index: int) -> Any:
-    import array
-
-    bucket = plan.buckets[index]
-    flat = array.array("Q")
-    for place, offset in enumerate(bucket.offsets):
-        tensor = tensors[bucket.first + place]
-        flat.extend((tensor.data_ptr(), tensor.nbytes, offset))
-    return flat
-
-
 def _tensors(plan: Any) -> list[Any]:
     import torch
 
@@ -85,6 +74,7 @@ def _bench_packing(total_bytes: int, repeats: int) -> list[dict[str, Any]]:
     import torch
 
     from weightsync import _core
+    from weightsync.transports import pieces_of
 
     plan = _plan(total_bytes)
     tensors = _tensors(plan)
@@ -98,7 +88,7 @@ def _bench_packing(total_bytes: int, repeats: int) -> list[dict[str, Any]]:
     def pack(with_checksum: bool) -> float:
         return _timed(
             lambda: [
-                _core.pack(_pieces(plan, tensors, i), view, with_checksum)
+                _core.pack(pieces_of(plan, tensors, i), view, with_checksum)
                 for i in range(len(plan.buckets))
             ]
         )
@@ -147,7 +137,7 @@ def _bench_transport(
 ) -> dict[str, Any]:
     """From the first bucket's packing to the last receiver's word, checksums on."""
     from weightsync.config import WeightSyncConfig
-    from weightsync.transports import open_sender
+    from weightsync.transports import open_sender, pieces_of
 
     config = WeightSyncConfig(
         transport=transport, bucket_bytes=_BUCKET_BYTES, num_buffers=_NUM_BUFFERS
@@ -171,7 +161,7 @@ def _bench_transport(
         ready.wait(_TIMEOUT_S)
         started_s = time.perf_counter()
         for index in range(len(plan.buckets)):
-            sender.send(_pieces(plan, tensors, index), plan.label(index), _TIMEOUT_S)
+            sender.send(pieces_of(plan, tensors, index), plan.label(index), _TIMEOUT_S)
         sender.finish(_TIMEOUT_S)
         times_s.append(time.perf_counter() - started_s)
         failed = [sender.error(i) for i in range(num_receivers) if sender.error(i)]

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollout.tasks.downloads import DownloadError, cache_root, cached_folder, install_wheels
+from bazel.downloads import DownloadError, cache_root, cached_folder, install_wheels
 
 LAYERS = ("toy", "pypi")
 LOCK = Path(__file__).with_name("pypi_layer.lock")

@@ -19,7 +19,7 @@ import tarfile
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
-from rollout.tasks.downloads import DownloadError, fetch_sdist
+from bazel.downloads import DownloadError, fetch_sdist
 from rollout.tasks.grading import DEFAULT_LOG
 from rollout.tasks.harbor_task import (
     INDEX_NAME,

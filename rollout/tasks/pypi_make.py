@@ -23,8 +23,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bazel.downloads import DownloadError
 from rollout.tasks import bug_injection
-from rollout.tasks.downloads import DownloadError
 from rollout.tasks.grading import outcomes
 from rollout.tasks.layers import INTERPRETER, SITE_PACKAGES, pypi_layer
 from rollout.tasks.pypi import PYTEST_FLAGS, sdist_files, test_environment

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.tasks.downloads import DownloadError, cached_folder, fetch_sdist
+from bazel.downloads import DownloadError, cached_folder, fetch_sdist
 from rollout.tasks.grading import DEFAULT_LOG, GradingSpec, grade
 from rollout.tasks.harbor_task import TaskError, read_index
 from rollout.tasks.pypi import sdist_files, task_folder, write_tasks

@@ -1,13 +1,17 @@
 // Python face of the core: converts arguments and turns a bad status into WeightSyncError.
 // Whatever may block or copies much runs without the GIL.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "weightsync/core/checksum.h"
 #include "weightsync/core/packer.h"
+#include "weightsync/core/rccl_api.h"
+#include "weightsync/core/rccl_group.h"
 #include "weightsync/core/shm_ring.h"
 #include "weightsync/core/tcp_tree.h"
 
@@ -164,6 +168,90 @@ uint64_t ChecksumOf(const py::buffer& data) {
   return checksum.Digest();
 }
 
+std::unique_ptr<RcclApi> LoadRccl(const std::string& library, const std::string& runtime) {
+  std::unique_ptr<RcclApi> api;
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = RcclApi::Load(library, runtime, &api);
+  }
+  ThrowUnlessOk(status);
+  return api;
+}
+
+int RcclVersion(const RcclApi& api) {
+  int version = 0;
+  ThrowUnlessOk(api.Check(api.GetVersion(&version), "ncclGetVersion"));
+  return version;
+}
+
+py::bytes RcclUniqueIdOf(const RcclApi& api) {
+  std::string id;
+  Status status;
+  {
+    py::gil_scoped_release release;  // opens sockets
+    status = RcclGroup::MakeUniqueId(api, &id);
+  }
+  ThrowUnlessOk(status);
+  return py::bytes(id);
+}
+
+std::unique_ptr<RcclGroup> JoinRccl(const RcclApi& api, const py::bytes& unique_id, uint32_t rank,
+                                    uint32_t world, int device, uint64_t bucket_bytes,
+                                    uint32_t num_buffers, bool with_checksums, double timeout_s) {
+  const std::string id = unique_id;
+  std::unique_ptr<RcclGroup> group;
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status =
+        RcclGroup::Create(api, {rank, world, device, bucket_bytes, num_buffers, with_checksums}, id,
+                          timeout_s, &group);
+  }
+  ThrowUnlessOk(status);
+  return group;
+}
+
+void AgreeRccl(RcclGroup& group, const py::bytes& digest, double timeout_s) {
+  const std::string bytes = digest;
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = group.Agree(bytes, timeout_s);
+  }
+  ThrowUnlessOk(status);
+}
+
+// buckets: (pieces as for `pack`, bytes, label) each; returns (bytes, issued_s, done_s) each.
+py::list BroadcastRccl(RcclGroup& group, const py::list& buckets, uint64_t version,
+                       double timeout_s) {
+  std::vector<RcclBucket> all;
+  for (const py::handle& item : buckets) {
+    const auto [triples, size, label] = item.cast<std::tuple<py::buffer, uint64_t, std::string>>();
+    RcclBucket bucket = {{}, size, label};
+    for (const Piece& piece : ReadPieces(triples)) {
+      if (piece.size > size || piece.offset > size - piece.size) {
+        throw py::value_error("a piece of bucket " + label + " leaves its " + std::to_string(size) +
+                              " bytes");
+      }
+      bucket.pieces.push_back({const_cast<void*>(piece.data), piece.size, piece.offset});
+    }
+    all.push_back(std::move(bucket));
+  }
+  std::vector<RcclBucketTimes> times;
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = group.Broadcast(all, version, timeout_s, &times);
+  }
+  ThrowUnlessOk(status);
+  py::list result;
+  for (const RcclBucketTimes& time : times) {
+    result.append(py::make_tuple(time.num_bytes, time.issued_s, time.done_s));
+  }
+  return result;
+}
+
 template <typename Sender>
 py::class_<Sender> BindSender(py::module_& m, const char* name) {
   using Release = py::call_guard<py::gil_scoped_release>;
@@ -193,7 +281,8 @@ py::class_<Receiver> BindReceiver(py::module_& m, const char* name) {
 }  // namespace
 
 PYBIND11_MODULE(_core, m) {
-  m.doc() = "Bucket packing, and buckets over shared memory and TCP; core/*.h state the behaviour.";
+  m.doc() =
+      "Bucket packing, and buckets over shared memory, TCP and RCCL; core/*.h state the behaviour.";
   m.attr("MAX_RECEIVERS") = kMaxReceivers;
   m.attr("MAX_BUFFERS") = kMaxBuffers;
   py::enum_<ReceiverState>(m, "ReceiverState")
@@ -218,6 +307,19 @@ PYBIND11_MODULE(_core, m) {
   BindReceiver<TcpReceiver>(m, "TcpReceiver")
       .def(py::init(&MakeTcpReceiver), py::kw_only(), py::arg("host"), py::arg("port"),
            py::arg("token"), py::arg("epoch"), py::arg("index"), py::arg("timeout_s"));
+  py::class_<RcclApi>(m, "RcclApi")
+      .def(py::init(&LoadRccl), py::kw_only(), py::arg("library") = "", py::arg("runtime") = "")
+      .def_property_readonly("version", &RcclVersion)
+      .def("unique_id", &RcclUniqueIdOf);
+  py::class_<RcclGroup>(m, "RcclGroup")
+      .def(py::init(&JoinRccl), py::arg("api"), py::kw_only(), py::arg("unique_id"),
+           py::arg("rank"), py::arg("world"), py::arg("device"), py::arg("bucket_bytes"),
+           py::arg("num_buffers"), py::arg("with_checksums"), py::arg("timeout_s"),
+           py::keep_alive<1, 2>())
+      .def("agree", &AgreeRccl, py::arg("digest"), py::arg("timeout_s"))
+      .def("broadcast", &BroadcastRccl, py::arg("buckets"), py::arg("version"),
+           py::arg("timeout_s"))
+      .def("abort", &RcclGroup::Abort);
   m.def("pack", &PackInto, py::arg("pieces"), py::arg("bucket"), py::arg("with_checksum"));
   m.def("checksum", &ChecksumOf, py::arg("data"));
   m.def("sweep", &Sweep, py::arg("prefix"));

@@ -1,5 +1,7 @@
 #include "weightsync/core/bucket_window.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <string>
 
@@ -7,6 +9,7 @@ namespace swe_rl::weightsync {
 namespace {
 
 constexpr uint64_t kPage = 4096;
+constexpr uint64_t kHugePage = 2 << 20;
 // Bytes that are passed on at a time: small enough that a chain of receivers works at once.
 constexpr uint64_t kChunk = 1 << 20;
 // A child that takes nothing for so long is gone, should nobody have said so before.
@@ -15,14 +18,17 @@ constexpr double kWriteTimeoutS = 300.0;
 }  // namespace
 
 Status BucketWindow::Allocate(uint32_t num_buffers, uint64_t buffer_bytes) {
-  buffer_bytes_ = (buffer_bytes + kPage - 1) / kPage * kPage;
+  const uint64_t page = buffer_bytes < kHugePage ? kPage : kHugePage;
+  buffer_bytes_ = (buffer_bytes + page - 1) / page * page;
   for (uint32_t i = 0; i < num_buffers; ++i) {
-    buffers_.emplace_back(static_cast<char*>(std::aligned_alloc(kPage, buffer_bytes_)));
+    buffers_.emplace_back(static_cast<char*>(std::aligned_alloc(page, buffer_bytes_)));
     if (buffers_.back() == nullptr) {
       return Error(StatusCode::kUnavailable, "cannot allocate " + std::to_string(num_buffers) +
                                                  " buffers of " + std::to_string(buffer_bytes_) +
                                                  " bytes; lower bucket_bytes");
     }
+    // Advice only: a fault for each small page costs as much as the copy.
+    if (page == kHugePage) madvise(buffers_.back().get(), buffer_bytes_, MADV_HUGEPAGE);
   }
   slots_.resize(num_buffers);
   return {};

@@ -40,6 +40,7 @@ class BucketWindow {
   struct Slot {
     FrameHeader header;
     uint64_t filled;
+    uint64_t checksum;  // of what arrived, once it is complete and if sums are asked for
   };
 
   // kUnavailable when memory is short.

@@ -435,8 +435,8 @@ Status TcpSender::Send(const std::vector<Piece>& pieces, const std::string& labe
                              state.options.with_checksums, &packed);
   if (!status.ok()) return Error(status.code, name + ": " + status.message);
   lock.lock();
-  window.slot(sequence) = {{state.options.epoch, sequence, packed.size, packed.checksum},
-                           packed.size};
+  window.slot(sequence) = {
+      {state.options.epoch, sequence, packed.size, packed.checksum}, packed.size, packed.checksum};
   window.begun = sequence + 1;
   window.changed.notify_all();
   for (State::Peer& peer : state.peers) {
@@ -589,8 +589,9 @@ struct TcpReceiver::State {
                                   window.is_free_of_outlets(fetching));
         });
         if (window.ended) return {};
-        window.slot(fetching) = {header, 0};
+        window.slot(fetching) = {header, 0, 0};
         window.begun = fetching + 1;
+        sum = Checksum();
       }
       BucketWindow::Slot& slot = window.slot(fetching);
       while (status.ok() && slot.filled < header.size) {
@@ -599,8 +600,10 @@ struct TcpReceiver::State {
         lock->unlock();
         uint64_t got = 0;
         status = ReadSomeOr(socket, to, size, from_sender, &got);
+        if (with_checksums) sum.Update(to, got);  // while it is in the cache
         lock->lock();
         slot.filled += got;
+        if (slot.filled == header.size) slot.checksum = sum.Digest();
         window.changed.notify_all();
       }
       if (status.ok()) ++fetching;
@@ -651,6 +654,7 @@ struct TcpReceiver::State {
   bool may_take = false;
   uint64_t produced = 0;  // by the sender, as far as known
   uint64_t fetching = 0;  // the bucket whose bytes come next
+  Checksum sum;           // of the bytes of that bucket; the fetching thread's
   uint64_t released = 0;
 
   std::atomic<uint64_t> num_bytes_sent = 0;
@@ -737,19 +741,13 @@ Status TcpReceiver::Next(const std::string& label, double timeout_s, Bucket* buc
     if (status.ok()) status = wait([&] { return state.may_take; }, " was not allowed");
     if (!status.ok()) return status;
   }
-  const FrameHeader header = window.slot(sequence).header;
-  lock.unlock();
-  const char* const data = window.buffer(sequence);
-  if (state.with_checksums) {
-    Checksum checksum;
-    checksum.Update(data, header.size);
-    if (const uint64_t got = checksum.Digest(); got != header.checksum) {
-      return Error(StatusCode::kDataLoss, name + ": checksum " + std::to_string(got) + ", wanted " +
-                                              std::to_string(header.checksum) + " over " +
-                                              std::to_string(header.size) + " bytes");
-    }
+  const BucketWindow::Slot& slot = window.slot(sequence);
+  if (state.with_checksums && slot.checksum != slot.header.checksum) {
+    return Error(StatusCode::kDataLoss, name + ": checksum " + std::to_string(slot.checksum) +
+                                            ", wanted " + std::to_string(slot.header.checksum) +
+                                            " over " + std::to_string(slot.header.size) + " bytes");
   }
-  *bucket = {sequence, data, header.size};
+  *bucket = {sequence, window.buffer(sequence), slot.header.size};
   return {};
 }
 

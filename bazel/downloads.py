@@ -1,7 +1,8 @@
 """Pinned files from PyPI, kept in a cache so that later runs need no network.
 
-Owner: rollout/tasks. The one place here that reaches outside: pip, with `--require-hashes`,
-under whatever index the machine's pip is configured for.
+The one place that reaches outside once the environments are made: pip, with `--require-hashes`,
+under whatever index the machine's pip is configured for. Whoever needs a file names a genrule
+that fetches it while building, since tests have no network.
 
 Invariants: a cached file has the sha256 asked for, else DownloadError; a cached folder is
 complete (made aside, then renamed); concurrent callers wait for each other.
@@ -97,7 +98,7 @@ def _locked(target: Path) -> Iterator[None]:
     except OSError as error:
         raise DownloadError(
             f"{target} is not in the cache, and the cache cannot be written: {error}. Run "
-            "`python -m rollout.tasks.pypi --fetch-only` once with a network"
+            "`./bazelw build //...` once with a network"
         ) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
