@@ -88,6 +88,14 @@ def test_missing_task_directory(tmp_path):
     check(outcome, "task directory", str(tmp_path / "gone"))
 
 
+def test_a_task_index_without_a_task(tmp_path):
+    (tmp_path / "index.json").write_text("[]")
+    outcome = swe_rl(
+        tmp_path, "eval", "--tasks", "index.json", "--agent", "nop", timeout_s=2 * _SECONDS
+    )
+    check(outcome, "index.json lists no task")
+
+
 def test_missing_task_index(tmp_path):
     outcome = swe_rl(
         tmp_path, "eval", "--tasks", "nowhere.json", "--agent", "nop", timeout_s=_SECONDS

@@ -71,14 +71,14 @@ def group(runner: StageRunner, step: int, version: int) -> dict[str, list[Any]]:
     return {f"g{step}": [good, bad]}
 
 
-def run_until(runner: StageRunner, done: Callable[[], bool]) -> None:
-    """Runs the main loop here until `done`, watched by a thread."""
+def run_until(runner: StageRunner, done: Callable[[], bool], save_checkpoint: bool = False) -> None:
+    """Runs the main loop here until `done`, watched by a thread that then stops it."""
 
     def watch() -> None:
         deadline = time.monotonic() + 60
         while not done() and time.monotonic() < deadline:
             time.sleep(0.005)
-        runner.stop(save_checkpoint=False)
+        runner.stop(save_checkpoint)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -243,16 +243,8 @@ def test_an_update_whose_batch_was_not_acknowledged_is_not_saved(
     manager.manager.add_batch(group(runner, 1, version=1))
     manager.manager.refuses_acks = True
     runner.run_stage(StageRequest("rl", "rl", "", 5))
-
-    def end() -> None:
-        while len(manager.publisher.versions) < 2:  # the step's own, after the stage's first
-            time.sleep(0.005)
-        runner.stop(save_checkpoint=True)
-
-    thread = threading.Thread(target=end)
-    thread.start()
-    runner.run()
-    thread.join()
+    # The step's own publication, after the stage's first.
+    run_until(runner, lambda: len(manager.publisher.versions) == 2, save_checkpoint=True)
     assert runner.status().step == 0
     again = make_runner(tmp_path, model_dir, device, manager)
     assert again.run_stage(StageRequest("rl", "rl", "", 5)) == 0
@@ -267,16 +259,7 @@ def test_steps_that_are_done_are_saved_at_the_end(
     runner = make_runner(tmp_path, model_dir, device, manager)
     manager.manager.add_batch(group(runner, 1, version=1))
     runner.run_stage(StageRequest("rl", "rl", "", 5))
-
-    def end() -> None:
-        while runner.status().step < 1:
-            time.sleep(0.005)
-        runner.stop(save_checkpoint=True)
-
-    thread = threading.Thread(target=end)
-    thread.start()
-    runner.run()
-    thread.join()
+    run_until(runner, lambda: runner.status().step == 1, save_checkpoint=True)
     again = make_runner(tmp_path, model_dir, device, manager)
     assert again.run_stage(StageRequest("rl", "rl", "", 5)) == 1
 

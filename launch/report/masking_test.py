@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from launch.report.masking import Bias, FateRow, bias, by_length, by_outcome, fate, tokens_by_fate
+from launch.report.masking import (
+    Bias,
+    FateRow,
+    bias,
+    by_length,
+    by_outcome,
+    fate,
+    tokens_by_fate,
+    trained_share,
+)
 
 
 def _attempt(reward: float | None = 1.0, **changes: Any) -> dict[str, Any]:
@@ -35,6 +44,7 @@ ZERO: dict[str, Any] = {**UNTOLD, "group_state": "dropped", "group_reason": "zer
         (_attempt(untrained_reason="stale", num_tokens_trained=0), "masked as stale"),
         (_attempt(untrained_reason="banned_id_sampled"), "rejected or empty"),
         (_attempt(num_trainable_tokens=0, **UNTOLD), "rejected or empty"),
+        (_attempt(**{**ZERO, "group_reason": "corrupt_record"}), "rejected or empty"),
         (_attempt(None, cause="sandbox_failed", **UNTOLD), "infrastructure"),
         (_attempt(None, cause="early_stopped", **UNTOLD), "ours"),
         (_attempt(None, cause="unclassified", **UNTOLD), "unclassified"),
@@ -44,6 +54,12 @@ ZERO: dict[str, Any] = {**UNTOLD, "group_state": "dropped", "group_reason": "zer
 )
 def test_fate(attempt, want):
     assert fate(attempt) == want
+
+
+def test_the_trained_share_is_of_attempts_whose_fate_is_known():
+    waiting = _attempt(**UNTOLD, group_state="ready")
+    assert trained_share([_attempt(), _attempt(**ZERO), _attempt(**ZERO), waiting]) == 1 / 3
+    assert trained_share([waiting]) is None
 
 
 def test_tokens_of_a_trained_trajectory_may_be_stale():

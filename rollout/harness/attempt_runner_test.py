@@ -76,6 +76,16 @@ async def test_mini_solves_and_is_counted(rig: Rig, tmp_path: Path) -> None:
     assert atif["extra"]["reward"] == 1.0
 
 
+async def test_a_trajectory_that_cannot_be_written_costs_no_attempt(
+    rig: Rig, tmp_path: Path
+) -> None:
+    (tmp_path / "trajectories").write_text("a file where the folder should be")
+    rig.gateway.sessions[KEY] = script(FIX, SUBMIT)
+    cause, reward, report = await rig.run(fakes.write_task(tmp_path))
+    assert (cause, reward) == ("CAUSE_SUBMITTED", 1.0), report
+    assert (tmp_path / "trajectories").is_file()
+
+
 async def test_equal_work_is_graded_once_when_set_so(rig: Rig, tmp_path: Path) -> None:
     rig.configure(grading={"reuse_verdicts": 4})
     task = fakes.write_task(tmp_path)
