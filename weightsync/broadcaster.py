@@ -34,7 +34,14 @@ from weightsync.errors import (
     TransferTimeoutError,
 )
 from weightsync.plan import Plan, TensorSpec, make_plan
-from weightsync.transports import Receiver, Sender, open_receiver, open_sender, pieces_of
+from weightsync.transports import (
+    Receiver,
+    Sender,
+    open_receiver,
+    open_sender,
+    pieces_of,
+    tensors_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -251,23 +258,13 @@ class Broadcaster:
         receiver: Receiver,
         started_s: float,
     ) -> tuple[BucketTimes, ...]:
-        import torch
-
         times = []
         for index, bucket in enumerate(plan.buckets):
             begun_s = time.monotonic() - started_s
             data = receiver.next(plan.label(index), self._timeout_s)
-            if len(data) != bucket.num_bytes:
-                raise PlanMismatchError(
-                    f"bucket {index} ({plan.label(index)}) has {len(data)} bytes, wanted "
-                    f"{bucket.num_bytes}"
-                )
-            for place, offset in enumerate(bucket.offsets):
-                tensor = tensors[bucket.first + place]
-                source = torch.frombuffer(
-                    data, dtype=tensor.dtype, count=tensor.numel(), offset=offset
-                )
-                tensor.detach().view(-1).copy_(source)
+            own = tensors[bucket.first : bucket.first + len(bucket.offsets)]
+            for tensor, (_, source) in zip(own, tensors_of(plan, index, data), strict=True):
+                tensor.detach().copy_(source)
             receiver.release()
             times.append(BucketTimes(bucket.num_bytes, begun_s, time.monotonic() - started_s))
         return tuple(times)

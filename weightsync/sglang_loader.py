@@ -21,7 +21,7 @@ import torch
 from weightsync.descriptor import TENSOR_NAME, Descriptor
 from weightsync.errors import EpochFencedError, PlanMismatchError
 from weightsync.plan import Plan, TensorSpec
-from weightsync.transports import Receiver, open_receiver
+from weightsync.transports import Receiver, open_receiver, tensors_of
 
 logger = logging.getLogger(__name__)
 
@@ -74,19 +74,13 @@ def _receive(model: Any, descriptor: Descriptor, receiver: Receiver) -> None:
     is_tied = needs_head(model, plan.tensors)
     check_covers(model, plan.tensors, is_tied)
     num_loaded = 0
-    for index, bucket in enumerate(plan.buckets):
+    for index in range(len(plan.buckets)):
         data = receiver.next(plan.label(index), descriptor.bucket_timeout_s)
-        if len(data) != bucket.num_bytes:
-            raise PlanMismatchError(
-                f"bucket {index} ({plan.label(index)}) has {len(data)} bytes, "
-                f"wanted {bucket.num_bytes}"
-            )
-        specs = plan.tensors[bucket.first : bucket.first + len(bucket.offsets)]
-        tensors = list(_views(data, specs, bucket.offsets))
+        tensors = tensors_of(plan, index, data)
+        num_loaded += len(tensors)
         if is_tied:
             tensors += [(_HEAD, tensor) for name, tensor in tensors if name == _EMBEDDING]
         _load_bucket(model, tensors, f"bucket {index} ({plan.label(index)})")
-        num_loaded += len(specs)
         receiver.release()
     if num_loaded != len(plan.tensors):
         raise PlanMismatchError(f"loaded {num_loaded} tensors, wanted {len(plan.tensors)}")
@@ -114,22 +108,6 @@ def _load_bucket(model: Any, tensors: list[tuple[str, torch.Tensor]], bucket: st
         raise PlanMismatchError(
             f"tensor {at} of {bucket} does not fit the model: {error!r}"
         ) from error
-
-
-def _views(
-    data: memoryview, specs: Iterable[TensorSpec], offsets: Iterable[int]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that read the bucket in place; valid until it is released."""
-    for spec, offset in zip(specs, offsets, strict=True):
-        yield (
-            spec.name,
-            torch.frombuffer(
-                data,
-                dtype=getattr(torch, spec.dtype),
-                count=spec.num_elements,
-                offset=offset,
-            ).view(spec.shape),
-        )
 
 
 def needs_head(model: Any, tensors: Iterable[TensorSpec]) -> bool:

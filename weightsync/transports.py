@@ -147,3 +147,30 @@ def pieces_of(plan: Plan, tensors: Sequence[torch.Tensor], index: int) -> array.
         tensor = tensors[bucket.first + place]
         pieces.extend((tensor.data_ptr(), tensor.nbytes, offset))
     return pieces
+
+
+def tensors_of(plan: Plan, index: int, data: memoryview) -> list[tuple[str, torch.Tensor]]:
+    """Names and tensors of bucket `index`, which read `data` in place: valid until its release.
+
+    Raises PlanMismatchError when the bucket has another size than planned.
+    """
+    import torch
+
+    bucket = plan.buckets[index]
+    if len(data) != bucket.num_bytes:
+        raise PlanMismatchError(
+            f"bucket {index} ({plan.label(index)}) has {len(data)} bytes, wanted {bucket.num_bytes}"
+        )
+    specs = plan.tensors[bucket.first : bucket.first + len(bucket.offsets)]
+    return [
+        (
+            spec.name,
+            torch.frombuffer(
+                data,
+                dtype=getattr(torch, spec.dtype),
+                count=spec.num_elements,
+                offset=offset,
+            ).view(spec.shape),
+        )
+        for spec, offset in zip(specs, bucket.offsets, strict=True)
+    ]

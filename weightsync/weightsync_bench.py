@@ -110,7 +110,7 @@ def _receive(index: int, total_bytes: int, endpoints: Any, ready: Barrier) -> No
     """A receiving process: copies every bucket into tensors of its own, as a loader does."""
     import torch
 
-    from weightsync.transports import open_receiver
+    from weightsync.transports import open_receiver, tensors_of
 
     torch.set_num_threads(1)
     plan = _plan(total_bytes)
@@ -122,14 +122,12 @@ def _receive(index: int, total_bytes: int, endpoints: Any, ready: Barrier) -> No
         ready.wait(_TIMEOUT_S)
         for number, bucket in enumerate(plan.buckets):
             data = receiver.next(plan.label(number), _TIMEOUT_S)
-            for place, offset in enumerate(bucket.offsets):
-                tensor = own[bucket.first + place]
-                tensor.copy_(
-                    torch.frombuffer(data, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
-                )
+            mine = own[bucket.first : bucket.first + len(bucket.offsets)]
+            for tensor, (_, source) in zip(mine, tensors_of(plan, number, data), strict=True):
+                tensor.copy_(source)
             receiver.release()
         receiver.verified()
-        del receiver, data
+        del receiver, data, source
 
 
 def _bench_transport(

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "weightsync/core/checksum.h"
+#include "weightsync/core/messages.h"
 #include "weightsync/core/receiver_state.h"
 
 namespace swe_rl::weightsync {
@@ -23,11 +24,6 @@ struct Header {
   uint64_t checksum;
 };
 static_assert(sizeof(Header) == 64);
-
-std::string Seconds(double seconds) {
-  std::string text = std::to_string(seconds);
-  return text.substr(0, text.find('.') + 2) + " s";
-}
 
 double Since(SteadyClock::time_point start) {
   return std::chrono::duration<double>(SteadyClock::now() - start).count();
@@ -238,8 +234,8 @@ Status RcclGroup::Agree(const std::string& digest, double timeout_s) {
 }
 
 std::string RcclGroup::Where(const Run& run, uint64_t sequence) const {
-  return "bucket " + std::to_string(sequence) + " (" + run.buckets[sequence].label +
-         ") of version " + std::to_string(run.version);
+  return Named(sequence, run.buckets[sequence].label) + " of version " +
+         std::to_string(run.version);
 }
 
 Status RcclGroup::Broadcast(const std::vector<RcclBucket>& buckets, uint64_t version,

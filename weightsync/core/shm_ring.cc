@@ -18,6 +18,7 @@
 #include <thread>
 
 #include "weightsync/core/checksum.h"
+#include "weightsync/core/messages.h"
 
 namespace swe_rl::weightsync {
 
@@ -75,15 +76,6 @@ bool WaitUntil(const Done& done, double timeout_s) {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
   }
-}
-
-std::string Named(uint64_t sequence, const std::string& label) {
-  return "bucket " + std::to_string(sequence) + " (" + label + ")";
-}
-
-std::string Seconds(double seconds) {
-  std::string text = std::to_string(seconds);
-  return text.substr(0, text.find('.') + 2) + " s";
 }
 
 void SetError(Header::Receiver* receiver, const std::string& reason) {
