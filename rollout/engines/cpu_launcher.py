@@ -14,6 +14,7 @@ import ctypes
 import os
 import signal
 import sys
+from typing import Any
 
 CPU_FLAGS = (
     "--device=cpu",
@@ -25,6 +26,7 @@ CPU_FLAGS = (
     "--sleep-on-idle",
 )
 
+SEMAPHORE_PREFIX = "SWE_RL_SEMAPHORE_PREFIX"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -35,6 +37,17 @@ def die_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:  # it ended before the call above
         os._exit(1)
+
+
+def name_semaphores() -> None:
+    """Begins the names of multiprocessing's semaphores as the engine pool asks, so that it knows
+    whose they are should this process be killed before it removes them.
+    """
+    from multiprocessing import process
+
+    if prefix := os.environ.get(SEMAPHORE_PREFIX):
+        current: Any = process.current_process()
+        current._config["semprefix"] = prefix  # there is no public setting
 
 
 def main(arguments: list[str]) -> None:
@@ -54,5 +67,6 @@ if __name__ in ("__main__", "__mp_main__"):
     from rollout.engines import cpu_shim
 
     cpu_shim.install()
+    name_semaphores()
 if __name__ == "__main__":
     main(sys.argv[1:])

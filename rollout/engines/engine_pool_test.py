@@ -12,7 +12,12 @@ import pytest
 from pydantic import ValidationError
 
 from rollout.engines.config import EngineConfig
-from rollout.engines.engine_process import TemporaryFolder, sweep_folders
+from rollout.engines.engine_process import (
+    TemporaryFolder,
+    engine_environment,
+    left_semaphores,
+    sweep_folders,
+)
 from rollout.engines.sglang_client import parse_metrics
 from rollout.errors import NotFoundError
 
@@ -132,20 +137,57 @@ def test_folders_of_killed_owners_are_swept():
         import os, signal
         from rollout.engines.engine_process import TemporaryFolder
         folder = TemporaryFolder()
-        open(f"/dev/shm/sem.mp-{os.getpid()}", "w").close()  # as multiprocessing makes them
-        print(folder.path, f"/dev/shm/sem.mp-{os.getpid()}", flush=True)
+        semaphore = f"/dev/shm/sem.{folder.path.name}-abc"  # as multiprocessing makes them
+        open(semaphore, "w").close()
+        print(folder.path, semaphore, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     command = [sys.executable, "-P", "-c", textwrap.dedent(script)]
     told = subprocess.run(command, capture_output=True, text=True).stdout.split()
     left, semaphore = map(Path, told)
     assert left.is_dir()
+    foreign = Path(f"/dev/shm/sem.mp-foreign{os.getpid()}")  # another program's; none maps it here
+    foreign.touch()
     assert sweep_folders() >= 1
     assert not left.exists()
     assert not semaphore.exists()
+    assert foreign.exists()
+    foreign.unlink()
     assert mine.path.is_dir()
     mine.close()
     assert not mine.path.exists()
+
+
+def test_semaphores_tell_whose_they_are():
+    folder = TemporaryFolder()
+    script = """
+        import multiprocessing
+        from rollout.engines.cpu_launcher import name_semaphores
+        from rollout.engines.engine_process import left_semaphores
+        from pathlib import Path
+        def child(lock, folder):
+            name_semaphores()
+            more = multiprocessing.get_context("spawn").Lock()
+            assert len(left_semaphores(Path(folder))) == 2, left_semaphores(Path(folder))
+        if __name__ == "__main__":
+            import sys
+            name_semaphores()
+            context = multiprocessing.get_context("spawn")
+            lock = context.Lock()
+            process = context.Process(target=child, args=(lock, sys.argv[1]))
+            process.start()
+            process.join()
+            sys.exit(process.exitcode)
+    """
+    program = folder.path / "program.py"
+    program.write_text(textwrap.dedent(script))
+    config = EngineConfig(python=Path(sys.executable), model_path=Path("/m"))
+    environment = engine_environment(config, os.environ | {"PYTHONPATH": os.getcwd()}, folder.path)
+    command = [sys.executable, str(program), str(folder.path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not left_semaphores(folder.path)
+    folder.close()
 
 
 def test_the_launcher_explains_itself_without_torch():

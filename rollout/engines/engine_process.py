@@ -19,13 +19,13 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
 from proto.free_ports import free_ports
 from rollout.engines.config import EngineConfig
+from rollout.engines.cpu_launcher import SEMAPHORE_PREFIX
 
 _FOLDER_PREFIX = "swe_rl_engine_"
 # Unix sockets lie in the folder, and their paths may have 107 characters.
@@ -64,6 +64,7 @@ def engine_environment(
         **inherited,
         "TMPDIR": str(folder),
         "HOME": str(folder),
+        SEMAPHORE_PREFIX: f"/{folder.name}",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": str(config.num_threads),
@@ -102,7 +103,7 @@ def sweep_folders() -> int:
         try:
             with (path / "lock").open("r+") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for semaphore in orphaned_semaphores(os.fstat(lock.fileno()).st_mtime):
+                for semaphore in left_semaphores(path):
                     semaphore.unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)
                 num_removed += 1
@@ -127,7 +128,6 @@ class EngineProcess:
         self._process = process
         self._folder = folder
         self._semaphores: set[Path] = set()
-        self._started_at = time.time()
         self._waiter = asyncio.create_task(self._wait())
 
     @classmethod
@@ -179,7 +179,7 @@ class EngineProcess:
         self._signal(signal.SIGKILL)
         await self._waiter
         await self._wait_for_group()
-        for path in self._semaphores | orphaned_semaphores(self._started_at):
+        for path in self._semaphores | left_semaphores(self._folder.path):
             path.unlink(missing_ok=True)
         self._folder.close()
 
@@ -212,18 +212,10 @@ class EngineProcess:
             await asyncio.sleep(0.02)
 
 
-def orphaned_semaphores(since: float) -> set[Path]:
-    """Named semaphores of Python's multiprocessing, made at or after `since` (Unix seconds), that
-    no process maps: a server that loads weights from disk makes some while it ends.
+def left_semaphores(folder: Path) -> set[Path]:
+    """Semaphores of multiprocessing that the engine with this folder left behind.
+
+    Their name is the only sign of whose they are: any process of the machine may have some, and
+    /proc shows only the processes of one's own namespace.
     """
-    made = set()
-    for path in Path("/dev/shm").glob("sem.mp-*"):
-        with contextlib.suppress(OSError):
-            if path.stat().st_mtime >= since:
-                made.add(path)
-    if made:
-        for maps in Path("/proc").glob("[0-9]*/maps"):
-            with contextlib.suppress(OSError):
-                text = maps.read_text()
-                made = {path for path in made if str(path) not in text}
-    return made
+    return set(Path("/dev/shm").glob(f"sem.{folder.name}-*"))

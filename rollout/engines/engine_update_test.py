@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import itertools
 import os
+import re
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from rollout.engines.update_window import TransferResult, UpdateWindows
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import PublishError
 from weightsync.publisher import PublishResult, WeightPublisher
+from weightsync.transports import SEGMENT_PREFIX
 
 VOCAB = 300  # SGLang pads it to 320: the loader must not count those rows
 BANNED = [0, 1, 3, 4, 5, *range(100, 200)]
@@ -105,8 +107,11 @@ class WindowAdapter:
 
 
 def shared_memory() -> set[Path]:
-    """What lies in /dev/shm, but for folders of a whole run, which is another's on this machine."""
-    return {p for p in Path("/dev/shm").iterdir() if not p.name.startswith("swe_rl-launch-")}
+    """What lies in /dev/shm, but for what other tests may have there meanwhile: folders of whole
+    runs, semaphores outside engines, segments of other senders.
+    """
+    others = re.compile(rf"swe_rl-launch-|sem\.mp-|{SEGMENT_PREFIX}(?!{os.getpid()}_)")
+    return {path for path in Path("/dev/shm").iterdir() if not others.match(path.name)}
 
 
 @dataclass
