@@ -36,7 +36,7 @@ class FakeEngineClient:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    async def pause(self) -> None:
+    async def pause(self, mode: str) -> None:
         self.calls.append("pause")
 
     async def begin_update(self) -> None:

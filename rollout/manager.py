@@ -49,6 +49,7 @@ from rollout.errors import (
 )
 from rollout.evaluations import Evaluations
 from rollout.group_filter import CauseKind, cause_kind
+from rollout.kv_keys import KvKeys
 from rollout.leases import Leases
 from rollout.ledger import Ledger
 from rollout.sessions import Sessions
@@ -87,7 +88,9 @@ class RolloutManager:
         self.batches = BatchTable(ledger, self.attempts)
         self.evaluations = Evaluations(ledger, self.attempts)
         self.sessions = Sessions(config, self.attempts, self.evaluations, tokens)
-        self.admission = TurnAdmission(config.scheduler, monotonic)
+        self.admission = TurnAdmission(
+            config.scheduler, KvKeys(config.engines.kv_policy), monotonic
+        )
         self.ends = AttemptEnds(
             config, self.attempts, self.sessions, tokens, self.admission, clock, monotonic
         )

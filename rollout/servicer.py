@@ -166,11 +166,11 @@ class RolloutServicer(pb_grpc.RolloutManagerServicer):
     async def AdmitTurn(self, request: pb.AdmitTurnRequest, context: _Context) -> pb.AdmitTurnReply:
         grant = await self._manager.admit_turn(request, self._wait_s(context))
         engine = self._manager.pool.engines[grant.engine]
-        # Every window flushes the KV caches, so none holds entries older than this version.
         reply = pb.AdmitTurnReply(
             engine=engine.name,
             engine_url=engine.url,
-            kv_version_lower_bound=engine.weight_version,
+            extra_key=grant.kv.extra_key,
+            kv_version_lower_bound=grant.kv.version_lower_bound,
         )
         reply.queued.FromMicroseconds(int(grant.queued_s * 1e6))
         return reply

@@ -17,16 +17,15 @@ from typing import Protocol
 
 from rollout.config import SchedulerConfig
 from rollout.errors import CapExceededError, ConflictError, DeadlineError, UnavailableError
+from rollout.kv_keys import KvEngine, KvKey, KvKeys
 from rollout.scheduler import KvScheduler
 
 _LOG = logging.getLogger(__name__)
 
 
-class EngineView(Protocol):
+class EngineView(KvEngine, Protocol):
     """What admission reads of rollout.engines' Engine."""
 
-    @property
-    def name(self) -> str: ...
     @property
     def state(self) -> str: ...
     @property
@@ -35,9 +34,10 @@ class EngineView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Where a call may run, and how long it waited in seconds."""
+    """Where a call may run, what it may read there, and how long it waited in seconds."""
 
     engine: str
+    kv: KvKey
     queued_s: float
 
 
@@ -55,9 +55,12 @@ class _Ticket:
 class TurnAdmission:
     """Waits of model calls for engines. Everything runs on one event loop."""
 
-    def __init__(self, config: SchedulerConfig, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, config: SchedulerConfig, kv_keys: KvKeys, clock: Callable[[], float]
+    ) -> None:
         """`clock` counts monotonic seconds."""
         self._config = config
+        self._kv_keys = kv_keys
         self._clock = clock
         self._scheduler = KvScheduler(
             high_watermark=config.high_watermark,
@@ -66,7 +69,7 @@ class TurnAdmission:
             growth_tokens=config.growth_tokens,
         )
         self._tickets: dict[str, _Ticket] = {}
-        self._engines: set[str] = set()
+        self._engines: dict[str, EngineView] = {}
         self._paused = False
         self.num_admitted = 0
 
@@ -87,10 +90,10 @@ class TurnAdmission:
         """
         if engine.state == "serving":
             if engine.name not in self._engines:
-                self._engines.add(engine.name)
+                self._engines[engine.name] = engine
                 self._scheduler.add_engine(engine.name, engine.token_budget)
         elif engine.state != "updating" and engine.name in self._engines:
-            self._engines.discard(engine.name)
+            del self._engines[engine.name]
             lost = self._scheduler.remove_engine(engine.name)
             for ticket_id in lost:
                 self._tickets.pop(ticket_id, None)
@@ -159,6 +162,7 @@ class TurnAdmission:
         for ticket in [t for t in self._tickets.values() if t.session == session]:
             self.release(ticket.ticket_id)
         self._scheduler.end_session(session)
+        self._kv_keys.end_session(session)
         self.pump()
 
     def reclaim_lost(self) -> int:
@@ -183,7 +187,8 @@ class TurnAdmission:
                 self._scheduler.cancel(admission.ticket_id)
                 continue
             ticket.granted_at_s = now_s
-            ticket.granted.set_result(Grant(admission.engine, admission.queued_s))
+            kv = self._kv_keys.grant(ticket.session, self._engines[admission.engine])
+            ticket.granted.set_result(Grant(admission.engine, kv, admission.queued_s))
             self.num_admitted += 1
 
     def _submit(

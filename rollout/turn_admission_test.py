@@ -16,7 +16,7 @@ from rollout.client import (
     DeadlineError,
     NotFoundError,
 )
-from rollout.fakes import Testbed, admit, begin, lease, make_turn, play
+from rollout.fakes import Testbed, admit, begin, lease, make_turn, play, publish
 
 
 async def test_appended_turns_are_idempotent_and_conflicts_refused(tmp_path: Path) -> None:
@@ -87,6 +87,21 @@ async def test_tickets_hold_room_until_given_back_or_reclaimed(tmp_path: Path) -
         bed.clock.now_s += 51
         bed.manager.tick()
         assert (await client.get_status()).engines[0].tokens_reserved == 0
+
+
+async def test_calls_are_told_what_they_may_read_of_a_kept_cache(tmp_path: Path) -> None:
+    async with Testbed(tmp_path, engines={"kv_policy": "keep"}) as client:
+        await begin(client)
+        first, second, *_ = await lease(client, 4)
+
+        async def granted(attempt: pb.LeasedAttempt, ticket: str) -> tuple[str, int]:
+            reply = await client.admit_turn(admit(attempt, ticket))
+            return reply.extra_key, reply.kv_version_lower_bound
+
+        assert await granted(first, "a") == ("v1", 1)
+        await publish(client, 2)
+        assert await granted(first, "b") == ("v1", 1)
+        assert await granted(second, "c") == ("v2", 2)
 
 
 async def test_long_sequences_are_joined_from_parts(tmp_path: Path) -> None:

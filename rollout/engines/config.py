@@ -56,7 +56,9 @@ class EngineConfig(BaseModel):
 
     kv_policy: Literal["flush", "keep"] = "flush"
     """KV cache at a weight update: `flush` retracts running requests and prefills them again,
-    so that every entry belongs to the serving version. `keep` is not served yet."""
+    so that every entry belongs to the serving version. `keep` freezes them and lets them go on with
+    what they have read and written: nothing is prefilled again, and tokens may rest on entries of
+    older versions, down to the bound that each turn records."""
 
     start_timeout_s: float = Field(default=300.0, gt=0)
     """From spawning a server to its first healthy answer."""
@@ -103,11 +105,6 @@ class EngineConfig(BaseModel):
             raise ValueError(
                 f"engines.max_total_tokens={self.max_total_tokens} is less than context_length="
                 f"{self.context_length}: one full request would never fit; raise it"
-            )
-        if self.kv_policy == "keep":
-            raise ValueError(
-                "engines.kv_policy='keep' is not served yet: use 'flush', which prefills running "
-                "requests again after an update"
             )
         if not self.python.is_absolute():
             raise ValueError(f"engines.python must be an absolute path, got {self.python}")

@@ -172,7 +172,7 @@ class EnginePool:
                 raise result
 
     async def _flush(self, client: SGLangClient) -> None:
-        await client.pause()
+        await client.pause("retract")
         try:
             await client.flush_cache()
         finally:

@@ -209,14 +209,21 @@ def test_metrics_that_are_missing_count_as_zero():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kv_policy": "keep"}, "not served yet"),
+        ({"kv_policy": "none"}, "'flush' or 'keep'"),
         ({"num_engines": 2, "ports": (1,)}, "1 entries"),
         ({"num_engines": 2, "ports": (9, 9)}, "twice"),
         ({"max_total_tokens": 10}, "context_length"),
         ({"python": Path("python3")}, "absolute"),
         ({"colour": "red"}, "colour"),
     ],
-    ids=["kv_keep", "too_few_ports", "same_port", "small_budget", "relative_python", "unknown_key"],
+    ids=[
+        "kv_policy",
+        "too_few_ports",
+        "same_port",
+        "small_budget",
+        "relative_python",
+        "unknown_key",
+    ],
 )
 def test_bad_settings_are_refused(settings, message):
     with pytest.raises(ValidationError, match=message):

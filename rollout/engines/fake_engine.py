@@ -40,6 +40,7 @@ class FakeEngine:
         self.is_paused = False
         self.in_update = False
         self.weight_version = "default"
+        self.pause_mode = ""
         self.num_freezes = 0
 
     async def control(self, request: web.Request) -> web.Response:
@@ -56,6 +57,7 @@ class FakeEngine:
                 os._exit(3)
         if path == "/pause_generation":
             self.is_paused = True
+            self.pause_mode = (await request.json())["mode"]
         elif path == "/continue_generation":
             self.is_paused = False
         elif path in ("/begin_weight_update", "/end_weight_update"):
@@ -73,6 +75,7 @@ class FakeEngine:
                 "is_paused": self.is_paused,
                 "in_update": self.in_update,
                 "weight_version": self.weight_version,
+                "pause_mode": self.pause_mode,
                 "num_freezes": self.num_freezes,
             }
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 
@@ -86,9 +86,11 @@ class SGLangClient:
         """The engine's load figures."""
         return parse_metrics(await self._call("GET", "/metrics", timeout_s=timeout_s))
 
-    async def pause(self) -> None:
-        """Stops generation; running requests go back to the queue and keep what they sampled."""
-        await self._call("POST", "/pause_generation", {"mode": "retract"})
+    async def pause(self, mode: Literal["retract", "in_place"]) -> None:
+        """Stops generation. `retract`: running requests go back to the queue, keep what they
+        sampled and lose their KV entries; `in_place`: they are frozen as they are.
+        """
+        await self._call("POST", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
         """Lets paused requests go on. Harmless when not paused."""

@@ -7,8 +7,8 @@ saved through WindowStore before its calls go out:
     pause -> begin -> buckets (the sender's) -> commit -> continue -> closed
 
 An engine, by what happened to it:
-  * complete: end, flush the KV cache, set weight_version (the last call that changes
-    anything), continue. A failure on the way: restart.
+  * complete: end, flush the KV cache under the policy `flush`, set weight_version (the last call
+    that changes anything), continue. A failure on the way: restart.
   * not complete and no bucket sent: end, continue with the old version. A failure: restart.
   * not complete and a bucket sent, or not known: restart; its weights are neither old nor new.
   * its process was replaced meanwhile: nothing; it is stale already.
@@ -121,6 +121,7 @@ class UpdateWindows:
         self._store = store
         self._config = config
         self._clock = clock
+        self._flushes = config.kv_policy == "flush"
         self._window: _Window | None = None
         self._closed: ClosedWindow | None = None
         self._any_published = False
@@ -280,7 +281,8 @@ class UpdateWindows:
         await asyncio.gather(*(guarded(name) for name in names))
 
     async def _pause(self, _window: _Window, name: str) -> None:
-        await self._pool.client(name).pause()
+        # A cache can only be flushed when nothing holds entries of it.
+        await self._pool.client(name).pause("retract" if self._flushes else "in_place")
 
     async def _begin(self, _window: _Window, name: str) -> None:
         await self._pool.client(name).begin_update()
@@ -309,7 +311,8 @@ class UpdateWindows:
     async def _commit(self, window: _Window, name: str) -> None:
         client = self._pool.client(name)
         await client.end_update()
-        await client.flush_cache()
+        if self._flushes:
+            await client.flush_cache()
         await client.set_weight_version(window.weight_version)
         await client.resume()
         self._pool.set_state(name, "serving", window.incarnations[name], window.weight_version)

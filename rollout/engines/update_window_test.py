@@ -87,8 +87,19 @@ async def test_a_window_waits_for_engines_commits_and_is_saved_phase_by_phase(ri
     for name, engine in fleet.pool.engines.items():
         state = await fleet.state(name)
         assert state["calls"] == OK_CALLS
+        assert state["pause_mode"] == "retract"
         assert (state["weight_version"], state["is_paused"]) == ("5", False)
         assert (engine.state, engine.weight_version) == ("serving", 5)
+
+
+async def test_under_keep_engines_freeze_and_nothing_is_flushed(make_fleet):
+    fleet = await make_fleet(kv_policy="keep")
+    windows = UpdateWindows(fleet.pool, MemoryStore(), fleet.config, time.monotonic)
+    await publish(windows, 1)
+    for name in fleet.pool.engines:
+        state = await fleet.state(name)
+        assert state["calls"] == [call for call in OK_CALLS if call != "/flush_cache"]
+        assert state["pause_mode"] == "in_place"
 
 
 async def test_close_is_idempotent_and_other_epochs_are_fenced(rig):
