@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import os
 import re
@@ -16,44 +15,27 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from bazel.environments import PYTHON
 from proto import rollout_pb2 as pb
 from rollout.engines.config import EngineConfig
 from rollout.engines.engine_pool import EnginePool
+from rollout.engines.tiny_moe import (
+    CONFIG,
+    VOCAB,
+    expected_checksums,
+    make_weights,
+    reference_logprobs,
+)
 from rollout.engines.update_window import TransferResult, UpdateWindows
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import PublishError
 from weightsync.publisher import PublishResult, WeightPublisher
 from weightsync.transports import SEGMENT_PREFIX
 
-VOCAB = 300  # SGLang pads it to 320: the loader must not count those rows
 BANNED = [0, 1, 3, 4, 5, *range(100, 200)]
 PROMPT = [1, 3, 10, 11, 2, 1, 4]
 TOLERANCE_NATS = 1e-5
-
-MODEL_CONFIG = Qwen3MoeConfig(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    intermediate_size=128,
-    moe_intermediate_size=32,
-    num_experts=8,
-    num_experts_per_tok=2,
-    norm_topk_prob=True,
-    decoder_sparse_step=1,
-    max_position_embeddings=1024,
-    tie_word_embeddings=True,
-    eos_token_id=2,
-    pad_token_id=0,
-    bos_token_id=None,
-    initializer_range=0.08,
-    architectures=["Qwen3MoeForCausalLM"],
-)
 
 
 class MemoryStore:
@@ -150,30 +132,6 @@ class Rig:
         return dict(answer["ranks"][0]["checksums"])
 
 
-def make_weights(seed: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(seed)
-    model = Qwen3MoeForCausalLM(MODEL_CONFIG).float()
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            torch.nn.init.uniform_(parameter, 0.7, 1.3)
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    weights.pop("lm_head.weight", None)
-    return weights
-
-
-def reference_logprobs(
-    weights: dict[str, torch.Tensor], token_ids: list[int], temperature: float, banned: list[int]
-) -> torch.Tensor:
-    """float32[T, V] log-probs of Transformers' model: row t predicts token t + 1."""
-    model = Qwen3MoeForCausalLM(MODEL_CONFIG).float().eval()
-    model.load_state_dict(weights, strict=False)
-    model.tie_weights()
-    with torch.no_grad():
-        logits = model(torch.tensor([token_ids])).logits[0].float()
-    logits[:, banned] = float("-inf")
-    return torch.log_softmax(logits / temperature, dim=-1)
-
-
 def differences(
     weights: dict[str, torch.Tensor], answer: dict[str, Any], temperature: float = 1.0
 ) -> list[float]:
@@ -184,32 +142,6 @@ def differences(
     return [abs(rows[i, t].item() - engine[i]) for i, t in enumerate(sampled)]
 
 
-def expected_checksums(weights: dict[str, torch.Tensor]) -> dict[str, str]:
-    """SHA-256 prefixes of SGLang's fused layout, from unfused weights."""
-
-    def digest(tensor: torch.Tensor) -> str:
-        return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
-
-    def expert(layer: str, index: int, part: str) -> torch.Tensor:
-        return weights[f"{layer}.mlp.experts.{index}.{part}_proj.weight"]
-
-    result = {}
-    for name, tensor in weights.items():
-        if "q_proj" in name:
-            parts = [weights[name.replace("q_proj", f"{c}_proj")] for c in "qkv"]
-            result[name.replace("q_proj", "qkv_proj")] = digest(torch.cat(parts))
-        elif not any(part in name for part in ("k_proj", "v_proj", ".experts.", "embed_tokens")):
-            result[name] = digest(tensor)
-    for index in range(MODEL_CONFIG.num_hidden_layers):
-        layer = f"model.layers.{index}"
-        experts = range(MODEL_CONFIG.num_experts)
-        w13 = [torch.cat([expert(layer, i, "gate"), expert(layer, i, "up")]) for i in experts]
-        result[f"{layer}.mlp.experts.w13_weight"] = digest(torch.stack(w13))
-        down = [expert(layer, i, "down") for i in experts]
-        result[f"{layer}.mlp.experts.w2_weight"] = digest(torch.stack(down))
-    return result
-
-
 def write_model_folder(folder: Path) -> None:
     """config.json and a word tokenizer; no weights."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -218,7 +150,7 @@ def write_model_folder(folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    MODEL_CONFIG.save_pretrained(folder)
+    CONFIG.save_pretrained(folder)
 
 
 async def wait_for_state(rig: Rig, state: str, timeout_s: float = 240.0) -> None:
