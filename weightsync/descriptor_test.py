@@ -9,7 +9,7 @@ import pickletools
 import megatron.core.safe_globals  # noqa: F401 - it replaces how torch tensors are pickled
 import torch
 
-from weightsync import publisher
+from weightsync import loader_path
 from weightsync.descriptor import TENSOR_NAME, Descriptor
 
 
@@ -17,7 +17,7 @@ def test_the_payload_names_only_what_the_engine_allows():
     descriptor = Descriptor(
         3, 7, {"transport": "shm", "segment": "s"}, 0, {"tensors": []}, "digest", 5.0
     )
-    payload = base64.b64decode(publisher._serialize(descriptor))
+    payload = base64.b64decode(loader_path._serialize(descriptor))
     strings = [
         argument for op, argument, _ in pickletools.genops(payload) if op.name.endswith("UNICODE")
     ]
