@@ -147,12 +147,12 @@ def mask_stale(sequence: Sequence, weight_version: int, max_staleness: int) -> S
 
 
 def plan_packs(lengths: Seq[int], keys: Seq[object], token_budget: int) -> list[list[int]]:
-    """Splits sequences into packs of at most token_budget tokens. Pure.
+    """Splits units, of one or more sequences each, into packs of at most token_budget tokens. Pure.
 
     Args:
-      lengths: tokens of each sequence.
-      keys: sequences of unequal keys never share a pack.
-      token_budget: a sequence longer than this gets a pack of its own.
+      lengths: tokens of each unit.
+      keys: units of unequal keys never share a pack.
+      token_budget: a unit longer than this gets a pack of its own.
 
     Returns:
       Indices of each pack, sorted by length within: neighbours are then padded little.
@@ -185,16 +185,32 @@ class MicroBatch:
 
 
 def make_micro_batches(
-    sequences: Seq[Sequence], token_budget: int, vocab_size: int, device: torch.device
+    sequences: Seq[Sequence],
+    token_budget: int,
+    vocab_size: int,
+    device: torch.device,
+    trajectory: Seq[int] | None = None,
 ) -> list[MicroBatch]:
-    """Packs sequences; those without a trained token are left out, for they add nothing."""
-    kept = [i for i, s in enumerate(sequences) if s.num_trained]
+    """Packs sequences; those without a trained token are left out, for they add nothing.
+
+    Args:
+      trajectory: of each sequence; where given, sequences of one trajectory share a pack, even
+        above token_budget.
+    """
+    units: dict[int, list[int]] = {}
+    for i, sequence in enumerate(sequences):
+        if sequence.num_trained:
+            units.setdefault(i if trajectory is None else trajectory[i], []).append(i)
+    members = list(units.values())
     packs = plan_packs(
-        [len(sequences[i].token_ids) for i in kept],
-        [sequences[i].sampling for i in kept],
+        [sum(len(sequences[i].token_ids) for i in unit) for unit in members],
+        [sequences[unit[0]].sampling for unit in members],
         token_budget,
     )
-    return [_pack(sequences, [kept[i] for i in pack], vocab_size, device) for pack in packs]
+    return [
+        _pack(sequences, [i for unit in pack for i in members[unit]], vocab_size, device)
+        for pack in packs
+    ]
 
 
 def _pack(

@@ -125,6 +125,17 @@ def test_banned_ids_become_a_mask_and_split_packs() -> None:
     assert [m.nonzero()[:, 0].tolist() for m in masks] == [[0, 3]]
 
 
+def test_branches_of_a_trajectory_share_a_pack_where_asked() -> None:
+    rows = [
+        batch.from_proto(record([6] * n, [0] + [1] * (n - 1), logprobs=[-1] * n), VOCAB)
+        for n in (4, 9, 3, 5)
+    ]
+    micros = batch.make_micro_batches(rows, 9, VOCAB, CPU, trajectory=[0, 1, 1, 0])
+    assert sorted(sorted(set(m.sequence.tolist())) for m in micros) == [[0, 3], [1, 2]]
+    apart = batch.make_micro_batches(rows, 9, VOCAB, CPU)
+    assert [sorted(set(m.sequence.tolist())) for m in apart] == [[0, 2], [3], [1]]
+
+
 def test_sequences_without_trained_tokens_are_left_out() -> None:
     nothing = batch.from_proto(record([6, 7], [0, 0]), VOCAB)
     assert batch.make_micro_batches([nothing], 100, VOCAB, CPU) == []

@@ -116,20 +116,37 @@ class RlOptimConfig(OptimConfig):
 
 
 class LossConfig(_Settings):
-    """The policy objective; see losses in loss.py."""
+    """The policy objective; loss.py has the formulas and their sources."""
 
     objective: Literal["decoupled", "bypass", "recompute_only"] = "decoupled"
-    """decoupled: PPO against the recomputed policy, weighted by its truncated ratio to the
-    engine's. bypass: PPO against the engine's log-probs, no weight. recompute_only: PPO against
-    the recomputed policy, no weight; wrong for stale data, so max_staleness must be 0."""
+    """decoupled: the ratio is to the recomputed policy, and each token is weighted by `correction`.
+    bypass: the ratio is to the engine's log-probs, no weight. recompute_only: the ratio is to the
+    recomputed policy, no weight; wrong for stale data, so max_staleness must be 0."""
+    surrogate: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """ppo: each token's ratio, clipped. gspo: the geometric mean of a trajectory's ratios, clipped;
+    its own mean is sequence_mean. cispo: the log-prob, weighted by its detached ratio up to
+    cispo_cap; nothing is clipped."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """The ratio's trust region ends at 1 - clip_low."""
+    """The ratio's trust region ends at 1 - clip_low; with gspo 3e-4 unless set."""
     clip_high: float = Field(default=0.28, ge=0)
-    """The ratio's trust region ends at 1 + clip_high."""
+    """The ratio's trust region ends at 1 + clip_high; with gspo 4e-4 unless set."""
+    cispo_cap: float = Field(default=5.0, gt=0)
+    """Largest ratio that cispo weighs a log-prob with."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Bounds the loss of a negative advantage at this multiple of it; None: no bound."""
+    correction: Literal["tis_token", "tis_sequence", "icepop", "mis_geometric"] = "tis_token"
+    """Of `decoupled`, from w = exp(old - rollout) of each token. tis_token: w up to tis_cap.
+    tis_sequence: the product over the trajectory, up to tis_cap. icepop: w inside the band, else 0.
+    mis_geometric: w up to tis_cap where the trajectory's geometric mean lies inside the band,
+    else 0."""
     tis_cap: float = Field(default=2.0, gt=0)
-    """Cap C of the weight min(exp(old - rollout), C); decoupled only."""
+    """Largest weight of the corrections that truncate."""
+    band_low: float = Field(default=0.5, ge=0)
+    """Lower end of the band; with mis_geometric 0.99 unless set."""
+    band_high: float = Field(default=5.0, gt=0)
+    """Upper end of the band; with mis_geometric 1.01 unless set."""
+    veto: float | None = Field(default=None, gt=0, lt=1)
+    """A trajectory with a token whose w is below this gets weight 0 (1e-4 is in use); None: none."""
     log_ratio_clamp: float = Field(default=20.0, gt=0)
     """Log-ratios are clamped to +- this before exp; clamped tokens are counted."""
     norm: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
@@ -138,10 +155,47 @@ class LossConfig(_Settings):
     constant_length: float = Field(default=0.0, ge=0)
     """Divisor of norm=constant (Dr.GRPO's maximum response length), in tokens."""
 
+    @property
+    def needs_whole_trajectories(self) -> bool:
+        """Whether a token's loss depends on the other tokens of its trajectory."""
+        is_corrected = self.objective == "decoupled" and (
+            self.correction in ("tis_sequence", "mis_geometric") or self.veto is not None
+        )
+        return self.surrogate == "gspo" or is_corrected
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_choice(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        usual: dict[str, Any] = {}
+        if data.get("surrogate") == "gspo":
+            usual |= {"clip_low": 3e-4, "clip_high": 4e-4, "norm": "sequence_mean"}
+        if data.get("correction") == "mis_geometric":
+            usual |= {"band_low": 0.99, "band_high": 1.01}
+        return usual | data
+
     @model_validator(mode="after")
-    def _constant_needs_length(self) -> LossConfig:
+    def _choices_fit(self) -> LossConfig:
         if self.norm == "constant" and self.constant_length == 0:
             raise ValueError("loss.norm is 'constant': set loss.constant_length above 0")
+        if self.band_low >= self.band_high:
+            raise ValueError(
+                f"loss.band_low is {self.band_low} and loss.band_high {self.band_high}: no weight "
+                "lies between"
+            )
+        if self.objective != "decoupled":
+            unused = [name for name in ("correction", "veto") if name in self.model_fields_set]
+            changed = [n for n in unused if getattr(self, n) != type(self).model_fields[n].default]
+            if changed:
+                raise ValueError(
+                    f"loss.{changed[0]} is set, and loss.objective {self.objective!r} weighs no "
+                    "token: use 'decoupled', or leave it out"
+                )
+        if self.surrogate != "ppo" and self.dual_clip is not None:
+            raise ValueError(
+                f"loss.dual_clip is of the surrogate 'ppo', not {self.surrogate!r}: leave it out"
+            )
         return self
 
 

@@ -1,21 +1,29 @@
-"""Objectives over flat arrays of tokens, and how a batch normalises them.
+"""The policy's loss over flat arrays of tokens, and how a batch normalises it.
+
+    policy_loss = sum over tokens of  weight * correction * surrogate
+
+Three choices of LossConfig make a member of the family:
+  objective   whose log-probs the ratio is taken to: the trainer's before the step, corrected for the
+              engine's (decoupled) or not (recompute_only), or the engine's own (bypass)
+  surrogate   what is made of ratio and advantage: ppo, gspo or cispo
+  correction  the detached weight of a token that the engine sampled under another policy
 
 All arrays are [T], aligned to the token that is predicted. Legend of the log-probs:
   new      the current policy's, with gradient
   old      the trainer's before the first optimizer step on this batch (proximal)
   rollout  the engine's, recorded when the token was sampled (behaviour)
 A slot whose mask is False is replaced before any arithmetic: 0 * NaN is NaN, and junk in a
-masked slot must change neither the loss nor any gradient.
+masked slot must change neither the loss nor any gradient. What a correction rejects stays in the
+divisor of the mean.
 
-PPO: arXiv 1707.06347 eq. 7. Decoupled objective: arXiv 2505.24298 section 5; the weight is
-truncated, and detached. DAPO's clip-higher: arXiv 2503.14476. A new member of the family is a
-function `(TokenBatch, LossConfig) -> TokenLoss` in OBJECTIVES.
+Sources: PPO arXiv 1707.06347 eq. 7; decoupled objective 2505.24298 section 5, with the weight
+truncated and detached; clip-higher 2503.14476; GSPO 2507.18071 eq. 5-7; CISPO 2506.13585 eq. 4-5;
+IcePop 2510.18855.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import torch
 
@@ -32,7 +40,8 @@ class TokenBatch:
     advantage: torch.Tensor
     mask: torch.Tensor  # bool
     weight: torch.Tensor  # what the token counts in the batch's mean; see `token_weights`
-    sequence: torch.Tensor  # int64: trajectory of each token, for sequence-level objectives
+    sequence: torch.Tensor  # int64: trajectory of each token, all of whose tokens are here where
+    # LossConfig.needs_whole_trajectories
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +50,7 @@ class TokenLoss:
 
     loss: torch.Tensor  # scalar with gradient; sums over micro-batches to the batch's loss
     num_clamped: int  # active tokens whose log-ratio hit the clamp
+    num_rejected: int = 0  # active tokens whose correction is 0
 
 
 def token_weights(
@@ -80,6 +90,32 @@ def _log_ratio(
     return difference.clamp(-clamp, clamp), num_clamped
 
 
+def policy_loss(batch: TokenBatch, config: LossConfig) -> TokenLoss:
+    """The weighted sum of the batch's tokens, by the choices of `config`."""
+    base = batch.rollout if config.objective == "bypass" else batch.old
+    log_ratio, num_clamped = _log_ratio(batch.new, base, batch.mask, config.log_ratio_clamp)
+    loss = _surrogate(log_ratio, batch, config)
+    num_rejected = 0
+    if config.objective == "decoupled":
+        w, num_clamped_w = _correction(batch, config)
+        loss = w * loss
+        num_clamped += num_clamped_w
+        num_rejected = int(((w == 0) & batch.mask).sum())
+    loss = torch.where(batch.mask, loss, 0.0)
+    return TokenLoss((loss * batch.weight).sum(), num_clamped, num_rejected)
+
+
+def _surrogate(log_ratio: torch.Tensor, batch: TokenBatch, config: LossConfig) -> torch.Tensor:
+    """float[T], with gradient."""
+    if config.surrogate == "cispo":
+        # The ratio only weighs the log-prob, so that no token loses its gradient to a clip.
+        ratio = log_ratio.detach().exp().clamp(max=config.cispo_cap)
+        return -ratio * batch.advantage * torch.where(batch.mask, batch.new, 0.0)
+    if config.surrogate == "gspo":
+        log_ratio = _mean_over_trajectory(log_ratio, batch)
+    return _ppo(log_ratio, batch.advantage, config)
+
+
 def _ppo(log_ratio: torch.Tensor, advantage: torch.Tensor, config: LossConfig) -> torch.Tensor:
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -90,37 +126,40 @@ def _ppo(log_ratio: torch.Tensor, advantage: torch.Tensor, config: LossConfig) -
     return loss
 
 
-def _weighted_sum(loss: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    return (torch.where(batch.mask, loss, 0.0) * batch.weight).sum()
+def _correction(batch: TokenBatch, config: LossConfig) -> tuple[torch.Tensor, int]:
+    """Detached weights [T] for tokens of another policy, and how many log-ratios were clamped."""
+    clamp = config.log_ratio_clamp
+    log_w, num_clamped = _log_ratio(batch.old, batch.rollout, batch.mask, clamp)
+    log_w = log_w.detach()
+    token = log_w.exp()
+    match config.correction:
+        case "tis_token":
+            w = token.clamp(max=config.tis_cap)
+        case "tis_sequence":
+            total = _sum_over_trajectory(log_w, batch).clamp(-clamp, clamp)
+            w = total.exp().clamp(max=config.tis_cap)
+        case "icepop":
+            w = torch.where((token >= config.band_low) & (token <= config.band_high), token, 0.0)
+        case "mis_geometric":
+            mean = _mean_over_trajectory(log_w, batch).exp()
+            kept = (mean >= config.band_low) & (mean <= config.band_high)
+            w = torch.where(kept, token.clamp(max=config.tis_cap), 0.0)
+    if config.veto is not None:
+        vetoed = _sum_over_trajectory(((token < config.veto) & batch.mask).float(), batch) > 0
+        w = torch.where(vetoed, 0.0, w)
+    return w, num_clamped
 
 
-def decoupled(batch: TokenBatch, config: LossConfig) -> TokenLoss:
-    """sum w * PPO(exp(new - old)), with w = min(exp(old - rollout), C) detached."""
-    log_ratio, clamped = _log_ratio(batch.new, batch.old, batch.mask, config.log_ratio_clamp)
-    log_w, clamped_w = _log_ratio(batch.old, batch.rollout, batch.mask, config.log_ratio_clamp)
-    w = log_w.detach().exp().clamp(max=config.tis_cap)
-    loss = w * _ppo(log_ratio, batch.advantage, config)
-    return TokenLoss(_weighted_sum(loss, batch), clamped + clamped_w)
+def _sum_over_trajectory(values: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """[T]: for each token the sum over the active tokens of its trajectory."""
+    size = int(batch.sequence.max()) + 1 if batch.sequence.numel() else 0
+    active = torch.where(batch.mask, values, 0.0)
+    return active.new_zeros(size).index_add(0, batch.sequence, active)[batch.sequence]
 
 
-def bypass(batch: TokenBatch, config: LossConfig) -> TokenLoss:
-    """sum PPO(exp(new - rollout)): the engine's policy is the proximal one; never weighted."""
-    log_ratio, clamped = _log_ratio(batch.new, batch.rollout, batch.mask, config.log_ratio_clamp)
-    return TokenLoss(_weighted_sum(_ppo(log_ratio, batch.advantage, config), batch), clamped)
-
-
-def recompute_only(batch: TokenBatch, config: LossConfig) -> TokenLoss:
-    """sum PPO(exp(new - old)), no correction; only for data of the current version."""
-    log_ratio, clamped = _log_ratio(batch.new, batch.old, batch.mask, config.log_ratio_clamp)
-    return TokenLoss(_weighted_sum(_ppo(log_ratio, batch.advantage, config), batch), clamped)
-
-
-OBJECTIVES: dict[str, Callable[[TokenBatch, LossConfig], TokenLoss]] = {
-    "decoupled": decoupled,
-    "bypass": bypass,
-    "recompute_only": recompute_only,
-}
-"""Every objective by its name in LossConfig."""
+def _mean_over_trajectory(values: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    count = _sum_over_trajectory(torch.ones_like(values), batch)
+    return _sum_over_trajectory(values, batch) / count.clamp(min=1)
 
 
 def sft_loss(new: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -70,6 +70,7 @@ class RlStage:
         self._learner = runner.learner
         self._selection = Selection(runner, link, self._config.evaluation)
         self._guards = Guards(self._config.guards)
+        self._rejected_fraction = 0.0  # of the last update's tokens, by the correction
 
     def run(self, completed_steps: int, num_steps: int) -> None:
         """Trains steps completed_steps + 1 to num_steps.
@@ -200,6 +201,7 @@ class RlStage:
             self._runner.config.token_budget,
             self._learner.policy.vocab_size,
             self._learner.policy.device.torch_device,
+            batch.trajectory if self._config.loss.needs_whole_trajectories else None,
         )
 
     def _old_logprobs(self, micros: list[MicroBatch]) -> list[torch.Tensor] | None:
@@ -227,9 +229,11 @@ class RlStage:
             self._config.loss.norm,
             self._config.loss.constant_length,
         ).split([m.targets.numel() for m in micros])
-        objective = loss.OBJECTIVES[self._config.loss.objective]
+
+        num_rejected = 0
 
         def loss_of(i: int, micro: MicroBatch, new: torch.Tensor) -> torch.Tensor:
+            nonlocal num_rejected
             owner = micro.sequence.cpu()
             tokens = loss.TokenBatch(
                 new=new,
@@ -240,9 +244,13 @@ class RlStage:
                 weight=weights[i].to(new.device),
                 sequence=trajectory[owner].to(new.device),
             )
-            return objective(tokens, self._config.loss).loss
+            result = loss.policy_loss(tokens, self._config.loss)
+            num_rejected += result.num_rejected
+            return result.loss
 
-        return self._learner.update(micros, loss_of, step, with_entropy=True)
+        update = self._learner.update(micros, loss_of, step, with_entropy=True)
+        self._rejected_fraction = num_rejected / sequence.numel()
+        return update
 
     def _ack(
         self, claimed: rollout_pb2.NextBatchReply, batch: GroupBatch, step: int, version: int
@@ -286,6 +294,7 @@ class RlStage:
                 "grad_norm": update.grad_norm,
                 "lr": update.lr,
                 "entropy_mean_nats": update.entropy,
+                "correction_rejected_fraction": self._rejected_fraction,
                 "num_micro_batches": float(len(micros)),
             }
         )
