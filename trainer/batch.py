@@ -49,6 +49,7 @@ class Sequence:
     versions: npt.NDArray[np.int64]  # weight_version of each token; 0 where not sampled
     sampling: Sampling
     reward: float | None = None
+    cause: int = 0  # trajectory_pb2.Cause of its trajectory's end
 
     @property
     def num_trained(self) -> int:
@@ -118,6 +119,7 @@ def from_proto(record: trajectory_pb2.TokenSequence, vocab_size: int) -> Sequenc
             banned_ids=tuple(record.sampling.banned_token_ids),
         ),
         reward=record.reward if record.HasField("reward") else None,
+        cause=record.cause,
     )
 
 

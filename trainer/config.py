@@ -289,6 +289,9 @@ class RlConfig(_Settings):
     an update, as after a resume, do not count."""
     min_trained_tokens: int = Field(default=1, gt=0)
     """A trajectory is dropped if masking stale tokens leaves fewer than this many."""
+    overlong_filtering: bool = False
+    """Tokens of a trajectory that a cap on turns, tokens or time ended are not trained; its reward
+    stays in its group's statistics."""
     recompute_old_logprobs: bool = False
     """True runs a forward pass for the old log-probs. False takes them, detached, from the
     update's own forward pass: the same numbers as long as a batch is one optimizer step."""

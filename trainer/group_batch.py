@@ -14,11 +14,18 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from proto import rollout_pb2
+from proto import rollout_pb2, trajectory_pb2
 from trainer.advantage import group_advantages
 from trainer.batch import Sequence, broken_reason, mask_stale
 from trainer.config import RlConfig
 from trainer.diagnostics import staleness_histogram
+
+# Ends that a cap of ours brought about, not the agent.
+_CUT_SHORT = (
+    trajectory_pb2.CAUSE_TURN_CAP,
+    trajectory_pb2.CAUSE_TOKEN_CAP,
+    trajectory_pb2.CAUSE_TIME_BUDGET,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +152,10 @@ def _trainable(
             counts[f"num_trajectories_rejected_{reason}"] += 1
             told.untrained_reason = reason
             return [], told
+    if config.overlong_filtering and branches and branches[0].cause in _CUT_SHORT:
+        counts["num_trajectories_overlong"] += 1
+        told.untrained_reason = "overlong"
+        return [], told
     fresh = [mask_stale(s, weight_version, max_staleness) for s in branches]
     left = sum(s.num_trained for s in fresh)
     masked = sum(s.num_trained for s in branches) - left

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from proto import rollout_pb2
+from proto import trajectory_pb2 as tpb
 from trainer import batch, group_batch
 from trainer.config import RlConfig
 from trainer.testbed import VOCAB, ScriptedManager, record
@@ -107,3 +108,15 @@ def test_a_member_without_reward_leaves_the_group() -> None:
     got = group_batch.build([group], sequences, RlConfig(), 6, 4)
     assert got.advantages == pytest.approx([0.7071, -0.7071], abs=1e-4)
     assert got.scalars["num_members_masked"] == 2
+
+
+def test_overlong_trajectories_are_filtered_where_asked_and_still_compared_with() -> None:
+    groups = {"g": [member("a", 1.0), member("b", 0.0), member("c", 0.0)]}
+    groups["g"][1].cause = tpb.CAUSE_TOKEN_CAP
+    groups["g"][2].cause = tpb.CAUSE_LOOP  # the agent's own doing
+    assert build(groups).num_trained == 6
+    got = build(groups, RlConfig(overlong_filtering=True))
+    assert [s.attempt_id for s in got.sequences] == ["a", "c"]
+    assert got.advantages == pytest.approx([1.1547, -0.57735], abs=1e-4)
+    assert [t.untrained_reason for t in got.trajectories] == ["", "overlong", ""]
+    assert got.scalars["num_trajectories_overlong"] == 1

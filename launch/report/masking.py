@@ -17,6 +17,7 @@ from launch.report.data import Row
 from launch.report.failures import kind_of
 
 TRAINED, STALE, PENDING = "trained", "masked as stale", "not consumed yet"
+OVERLONG = "filtered as overlong"
 ZERO_VARIANCE, TOO_FEW = "zero variance", "too few valid"
 FATES = (
     TRAINED,
@@ -24,6 +25,7 @@ FATES = (
     ZERO_VARIANCE,
     TOO_FEW,
     STALE,
+    OVERLONG,
     "rejected or empty",
     "infrastructure",
     "ours",
@@ -54,7 +56,7 @@ def fate(attempt: Row) -> str:
         return _DROPPED[attempt["group_reason"]]
     reason = attempt.get("untrained_reason")
     if reason:
-        return STALE if reason == "stale" else "rejected or empty"
+        return {"stale": STALE, "overlong": OVERLONG}.get(reason, "rejected or empty")
     if attempt.get("group_state") == "dropped":
         return "rejected or empty"
     if not attempt.get("num_trainable_tokens", 1):

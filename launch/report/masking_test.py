@@ -42,6 +42,7 @@ ZERO: dict[str, Any] = {**UNTOLD, "group_state": "dropped", "group_reason": "zer
         (_attempt(**ZERO), "zero variance"),
         (_attempt(**{**ZERO, "group_reason": "too_few_valid_members"}), "too few valid"),
         (_attempt(untrained_reason="stale", num_tokens_trained=0), "masked as stale"),
+        (_attempt(untrained_reason="overlong", num_tokens_trained=0), "filtered as overlong"),
         (_attempt(untrained_reason="banned_id_sampled"), "rejected or empty"),
         (_attempt(num_trainable_tokens=0, **UNTOLD), "rejected or empty"),
         (_attempt(**{**ZERO, "group_reason": "corrupt_record"}), "rejected or empty"),

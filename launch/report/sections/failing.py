@@ -37,6 +37,7 @@ FATE_COLORS = {
     masking.ZERO_VARIANCE: "slate",
     masking.TOO_FEW: "olive",
     masking.STALE: "amber",
+    masking.OVERLONG: "pink",
     "rejected or empty": "violet",
     "infrastructure": "red",
     "ours": "cyan",
