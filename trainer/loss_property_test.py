@@ -17,8 +17,8 @@ from trainer.advantage import group_advantages
 from trainer.config import LossConfig
 from trainer.loss_reference import Ragged, Reference, reference_loss
 
-# float32 against float64 on sums of some dozen terms of order 1.
-TOLERANCE = 1e-6
+# float32 against float64 on sums of some dozen terms, as a share of the largest or of 1.
+TOLERANCE = 2e-6
 MEMBERS: dict[str, dict[str, Any]] = {
     "/".join(filter(None, [objective, surrogate, correction, "veto" if veto else ""])): {
         "objective": objective,
@@ -101,7 +101,7 @@ def wanted(batch: Batch, config: LossConfig) -> Reference:
 
 @pytest.mark.parametrize("norm", ["token_mean", "sequence_mean", "constant"])
 @pytest.mark.parametrize("member", MEMBERS)
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(batch=batches())
 def test_value_and_gradient_are_the_references(member: str, norm: str, batch: Batch) -> None:
     assume(len(batch.mask) > 0)
@@ -110,14 +110,17 @@ def test_value_and_gradient_are_the_references(member: str, norm: str, batch: Ba
     new = flat(batch.new).requires_grad_()
     result = loss.policy_loss(make(config, batch, new), config)
     result.loss.backward()
-    assert float(result.loss.detach()) == pytest.approx(reference.loss, abs=TOLERANCE)
+    assert float(result.loss.detach()) == pytest.approx(
+        reference.loss, rel=TOLERANCE, abs=TOLERANCE
+    )
     assert new.grad is not None
-    difference = new.grad.numpy() - np.concatenate(reference.gradient)
-    assert np.abs(difference).max() <= TOLERANCE
+    expected = np.concatenate(reference.gradient)
+    largest = max(1.0, float(np.abs(expected).max()))
+    assert np.abs(new.grad.numpy() - expected).max() <= TOLERANCE * largest
 
 
 @pytest.mark.parametrize("member", MEMBERS)
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(batch=batches(), data=st.data())
 def test_no_split_into_micro_batches_changes_the_gradient(
     member: str, batch: Batch, data: st.DataObject
@@ -142,5 +145,7 @@ def test_no_split_into_micro_batches_changes_the_gradient(
             one = loss.policy_loss(loss.TokenBatch(**fields), config)
             split_loss += float(one.loss.detach())
             split_gradient += torch.autograd.grad(one.loss, new)[0]
-    assert split_loss == pytest.approx(float(result.loss.detach()), abs=TOLERANCE)
-    assert float((split_gradient - gradient).abs().max()) <= TOLERANCE
+    value = float(result.loss.detach())
+    assert split_loss == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE)
+    largest = max(1.0, float(gradient.abs().max()))
+    assert float((split_gradient - gradient).abs().max()) <= TOLERANCE * largest
