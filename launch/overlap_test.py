@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.overlap import DecodedTurn, Timeline, measure
@@ -90,6 +90,7 @@ def test_which_moments_are_rl() -> None:
     ]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.floats(95, 125), st.floats(0.001, 30), st.integers(0, 100)), max_size=20)
 )

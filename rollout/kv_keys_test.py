@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.kv_keys import KvKey, KvKeys
@@ -45,6 +45,7 @@ def test_flushed_caches_need_no_keys():
 
 
 @pytest.mark.parametrize("policy", ["flush", "keep"])
+@settings(deadline=None)
 @given(
     steps=st.lists(
         st.tuples(

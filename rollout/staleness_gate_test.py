@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.staleness_gate import StalenessGate
@@ -52,6 +52,7 @@ def simulate(
     return staleness, most
 
 
+@settings(deadline=None)
 @given(st.integers(0, 4), st.integers(1, 5), st.integers(0, 2**32))
 def test_groups_that_end_in_order_are_never_staler_than_max_staleness(
     max_staleness: int, batch_groups: int, seed: int
@@ -62,6 +63,7 @@ def test_groups_that_end_in_order_are_never_staler_than_max_staleness(
     assert most <= (max_staleness + 1) * batch_groups
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5), st.integers(0, 2**32))
 def test_synchronous_is_never_stale_whatever_the_order_of_ends(
     batch_groups: int, seed: int

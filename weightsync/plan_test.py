@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.descriptor import Descriptor
@@ -19,6 +19,7 @@ def specs(draw: st.DrawFn) -> list[TensorSpec]:
     return [TensorSpec(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(rows)]
 
 
+@settings(deadline=None)
 @given(specs(), st.integers(9**3 * 8, 20_000))
 def test_buckets_hold_every_tensor_whole_in_order_and_within_bounds(tensors, bucket_bytes):
     plan = make_plan(tensors, bucket_bytes)
@@ -37,6 +38,7 @@ def test_buckets_hold_every_tensor_whole_in_order_and_within_bounds(tensors, buc
     assert plan.largest_bucket == max(b.num_bytes for b in plan.buckets)
 
 
+@settings(deadline=None)
 @given(specs(), st.integers(9**3 * 8, 20_000))
 def test_no_bucket_could_have_taken_the_next_tensor(tensors, bucket_bytes):
     plan = make_plan(tensors, bucket_bytes)
@@ -45,6 +47,7 @@ def test_no_bucket_could_have_taken_the_next_tensor(tensors, bucket_bytes):
         assert start + plan.tensors[following.first].num_bytes > bucket_bytes
 
 
+@settings(deadline=None)
 @given(specs(), st.integers(9**3 * 8, 20_000))
 def test_a_receiver_rebuilds_the_same_plan(tensors, bucket_bytes):
     plan = make_plan(tensors, bucket_bytes)
