@@ -362,4 +362,5 @@ class TrainerConfig(_Settings):
     rl: RlConfig = RlConfig()
     """The RL stage."""
     weight_sync: dict[str, Any] = {}
-    """Settings of weightsync.config.WeightSyncConfig, checked there at start."""
+    """Settings of weightsync.config.WeightSyncConfig, checked there at start: `transport` is `shm`,
+    `tcp`, `distributed` or `disk`; `disk.directory` is by default a folder of run_dir."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from proto.serving import Server
     from trainer.config import TrainerConfig
     from trainer.manager_link import ManagerLink
+    from weightsync.config import WeightSyncConfig
 
 SERVICE = "swe_rl.trainer.v1.Trainer"
 
@@ -47,6 +48,20 @@ class LoopThread:
         self._thread.join()
 
 
+def weight_sync_config(config: TrainerConfig) -> WeightSyncConfig:
+    """The sender's settings; a folder of the run directory is the default of `disk.directory`.
+
+    Raises:
+      ValueError: weight_sync holds a bad setting.
+    """
+    from weightsync.config import WeightSyncConfig
+
+    disk = config.weight_sync.get("disk", {})
+    if isinstance(disk, dict):
+        disk = {"directory": config.run_dir / "weightsync", **disk}
+    return WeightSyncConfig.model_validate({**config.weight_sync, "disk": disk})
+
+
 def make_link(config: TrainerConfig, loop: asyncio.AbstractEventLoop) -> ManagerLink | None:
     """Connects to the manager, or returns None when there is none. Call it in the loop.
 
@@ -58,14 +73,13 @@ def make_link(config: TrainerConfig, loop: asyncio.AbstractEventLoop) -> Manager
     from proto.serving import ClientSecurity, dial
     from rollout.client import RolloutClient
     from trainer.manager_link import CountingPublisher, ManagerLink
-    from weightsync.config import WeightSyncConfig
     from weightsync.publisher import PublishError, WeightPublisher
 
     channel = dial(config.manager_address, ClientSecurity.from_environment())
     client = RolloutClient(channel, call_timeout_s=config.manager_timeout_s)
     if config.replay_of is not None:
         return ManagerLink(loop, client, CountingPublisher(), config.manager_retry_s)
-    publisher = WeightPublisher(WeightSyncConfig(**config.weight_sync), client)
+    publisher = WeightPublisher(weight_sync_config(config), client)
     return ManagerLink(loop, client, publisher, config.manager_retry_s, (PublishError,))
 
 
@@ -136,11 +150,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     serving_module.add_serving_arguments(parser)
     args = parser.parse_args(argv)
-    if args.sweep:
-        from weightsync.publisher import sweep_segments
-
-        sweep_segments()
-        return 0
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,
@@ -153,6 +162,11 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         config = TrainerConfig.model_validate_json(args.config.read_text())
+        if args.sweep:
+            from weightsync.publisher import sweep
+
+            sweep(weight_sync_config(config))
+            return 0
         serving = serving_module.serving_config(args).model_copy(
             update={"drain_timeout_s": config.drain_timeout_s}
         )

@@ -18,6 +18,8 @@ from proto.serving import dial, is_serving
 from rollout.client import write_sequences
 from trainer import testbed
 from trainer.client import TrainerClient
+from trainer.config import TrainerConfig
+from trainer.server import weight_sync_config
 
 COMMAND = [sys.executable, "-P", "-W", "ignore", "-m", "trainer.server"]
 
@@ -154,9 +156,10 @@ async def test_two_trainers_never_share_a_run_directory(folder: Path) -> None:
     [
         ({"grid": {"tensor_parallel": 2}}, "grid.tensor_parallel is 2"),
         ({"learning_rate": 1}, "Extra inputs are not permitted"),
+        ({"manager_address": "127.0.0.1:1", "weight_sync": {"transport": "x"}}, "transport"),
         ({"model_dir": "/nonexistent"}, "cannot read /nonexistent/config.json"),
     ],
-    ids=["grid", "unknown_setting", "no_model"],
+    ids=["grid", "unknown_setting", "weight_sync", "no_model"],
 )
 def test_a_bad_start_is_one_line_and_exit_2(
     folder: Path, settings: dict[str, object], message: str
@@ -167,6 +170,17 @@ def test_a_bad_start_is_one_line_and_exit_2(
     assert line.startswith("error: ")
     assert message in line
     assert "Traceback" not in errors
+
+
+def test_updates_on_disk_go_by_default_into_the_run_directory(tmp_path: Path) -> None:
+    def directory(**disk: object) -> Path | None:
+        settings = {"transport": "disk", "disk": disk} if disk else {"transport": "disk"}
+        config = TrainerConfig(model_dir=tmp_path, run_dir=tmp_path, weight_sync=settings)
+        return weight_sync_config(config).disk.directory
+
+    assert directory() == tmp_path / "weightsync"
+    assert directory(load_timeout_s=5.0) == tmp_path / "weightsync"
+    assert directory(directory="/elsewhere") == Path("/elsewhere")
 
 
 def test_help_does_not_import_torch() -> None:

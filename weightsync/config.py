@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class TcpConfig(BaseModel):
@@ -22,16 +25,66 @@ class TcpConfig(BaseModel):
     """An engine without a byte for so long takes buckets from the trainer, not from its parent."""
 
 
+class DistributedConfig(BaseModel):
+    """Settings of the transport `distributed`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """Of the process group: `gloo` between CPUs; `nccl` between GPUs (RCCL on ROCm), not tried yet."""
+
+    host: str = "127.0.0.1"
+    """Where the engines find the trainer, which listens on a free port for the group's members."""
+
+    allow_unencrypted: bool = False
+    """Needed for a host other than loopback: neither gloo nor nccl encrypts or asks who connects."""
+
+    refusal_wait_s: float = Field(default=0.1, gt=0)
+    """How long the first bucket is held back for an engine's refusal of the call. A refusal that
+    comes later costs the engine a restart, because it might have taken the bucket."""
+
+    @model_validator(mode="after")
+    def _check(self) -> DistributedConfig:
+        if self.host not in LOOPBACK and not self.allow_unencrypted:
+            raise ValueError(
+                f"weight_sync.distributed.host={self.host} is not loopback, and the group's "
+                "connections are not encrypted: on a network of your own set "
+                "weight_sync.distributed.allow_unencrypted=true"
+            )
+        return self
+
+
+class DiskConfig(BaseModel):
+    """Settings of the transport `disk`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    directory: Path | None = None
+    """Where one folder an update is written and removed again; of this trainer alone, seen by every
+    engine under the same path. The trainer's default is `weightsync` in its run directory."""
+
+    load_timeout_s: float = Field(default=240.0, gt=0)
+    """From the call to an engine to its word that it read everything."""
+
+
 class WeightSyncConfig(BaseModel):
     """How weights travel from the trainer to the engines."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    transport: Literal["shm", "tcp"] = "shm"
-    """`shm`: POSIX shared memory, for engines on the trainer's own host; `tcp`: sockets."""
+    transport: Literal["shm", "tcp", "distributed", "disk"] = "shm"
+    """`shm`: POSIX shared memory, for engines on the trainer's own host; `tcp`: sockets. Both go
+    through our loader, which verifies what it takes. `distributed` and `disk` are SGLang's own calls
+    (update_weights_from_distributed, update_weights_from_disk), which verify next to nothing."""
 
     tcp: TcpConfig = TcpConfig()
     """Settings of `tcp`."""
+
+    distributed: DistributedConfig = DistributedConfig()
+    """Settings of `distributed`."""
+
+    disk: DiskConfig = DiskConfig()
+    """Settings of `disk`."""
 
     bucket_bytes: int = Field(default=64 * 2**20, gt=0)
     """Most bytes of one bucket; at least the largest tensor (622 MB for Qwen3-30B-A3B in bf16)."""
@@ -50,3 +103,12 @@ class WeightSyncConfig(BaseModel):
 
     attach_timeout_s: float = Field(default=30.0, gt=0)
     """From the call to an engine to its loader's first sign of life, its queue included."""
+
+    @model_validator(mode="after")
+    def _check(self) -> WeightSyncConfig:
+        if self.transport == "disk" and self.disk.directory is None:
+            raise ValueError(
+                "weight_sync.transport=disk needs weight_sync.disk.directory: a folder of this "
+                "trainer's own that every engine sees under the same path"
+            )
+        return self

@@ -1,4 +1,5 @@
-"""A process that takes weights as an engine does: the real loader behind one HTTP call.
+"""A process that takes weights as an engine does: the real loader behind one HTTP call, and
+stand-ins for SGLang's own calls beside it.
 
 Owner: tests and the bench here. The model is plain torch and loads by name; what SGLang does
 with the tensors is not shown (rollout/engines/engine_update_test.py does that). It listens on a
@@ -20,6 +21,7 @@ import torch
 from aiohttp import web
 
 from weightsync import sglang_loader
+from weightsync.fake_stock_calls import StockCalls
 
 
 class PlainModel(torch.nn.Module):
@@ -98,6 +100,7 @@ def main() -> None:
     async def serve() -> None:
         app = web.Application(client_max_size=2**30)
         app.add_routes([web.post("/update_weights_from_tensor", update), web.get("/weights", show)])
+        app.add_routes(StockCalls(model).routes())
         runner = web.AppRunner(app)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -47,10 +47,8 @@ class LoaderPath:
     """Sends through weightsync.sglang_loader."""
 
     def __init__(self, config: WeightSyncConfig) -> None:
-        """Removes the segments of senders that were killed."""
+        """Nothing is opened yet."""
         self._config = config
-        if num_removed := sweep_segments():
-            logger.info("removed %d segments whose sender was killed", num_removed)
 
     async def prepare(self, update: Update) -> None:
         """Nothing."""

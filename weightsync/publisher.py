@@ -14,6 +14,7 @@ deadline covers the rest).
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from proto import rollout_pb2 as pb
 from weightsync.config import WeightSyncConfig
+from weightsync.disk_path import DiskPath, sweep_folders
 from weightsync.errors import PublishError
 from weightsync.loader_path import LoaderPath, sweep_segments
 from weightsync.plan import TensorSpec, make_plan
@@ -29,7 +31,9 @@ from weightsync.update_path import EngineResult, Target, Update, UpdatePath
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PublishError", "PublishResult", "WeightPublisher", "sweep_segments"]
+logger = logging.getLogger(__name__)
+
+__all__ = ["PublishError", "PublishResult", "WeightPublisher", "sweep"]
 
 
 class WindowClient(Protocol):
@@ -63,14 +67,29 @@ class PublishResult:
 
 def open_path(config: WeightSyncConfig) -> UpdatePath:
     """The path of the setting `transport`."""
+    if config.transport == "distributed":
+        from weightsync.distributed_path import DistributedPath  # it needs torch
+
+        return DistributedPath(config)
+    if config.transport == "disk":
+        return DiskPath(config)
     return LoaderPath(config)
+
+
+def sweep(config: WeightSyncConfig) -> None:
+    """Removes what senders that were killed left in shared memory and on disk."""
+    if num_removed := sweep_segments():
+        logger.info("removed %d segments whose sender was killed", num_removed)
+    if config.transport == "disk" and config.disk.directory is not None:
+        sweep_folders(config.disk.directory)
 
 
 class WeightPublisher:
     """Sends weights to the engines that the manager names."""
 
     def __init__(self, config: WeightSyncConfig, rollout_client: WindowClient) -> None:
-        """Opens the path, which removes what publishers that were killed left behind."""
+        """Removes what publishers that were killed left behind."""
+        sweep(config)
         self._config = config
         self._client = rollout_client
         self._path = open_path(config)
@@ -81,12 +100,17 @@ class WeightPublisher:
         """Publishes CPU tensors by Hugging Face name.
 
         Raises ValueError for tensors that cannot be planned, PublishError when no engine took
-        them, and what the rollout client raises when the window cannot be opened or closed.
+        them or the disk did not, and what the rollout client raises when the window cannot be opened or closed.
         """
         started_s = time.monotonic()
         update = self._plan(named_tensors, weight_version)
         try:
-            await self._path.prepare(update)
+            try:
+                await self._path.prepare(update)
+            except OSError as error:
+                raise PublishError(
+                    f"weight_version {weight_version} was sent to nobody: {error}"
+                ) from error
             epoch, results, closed = await self._run_window(update)
         finally:
             await self._path.finish()

@@ -15,15 +15,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import aiohttp
 import pytest
 import torch
 
-from proto import rollout_pb2 as pb
 from weightsync import _core, errors
 from weightsync.config import TcpConfig, WeightSyncConfig
 from weightsync.fake_engine import digest, make_weights
 from weightsync.publisher import WeightPublisher
+from weightsync.testbed import Engine, Manager
 from weightsync.transports import SEGMENT_PREFIX
 
 CONFIG = WeightSyncConfig(
@@ -38,53 +37,6 @@ CONFIG = WeightSyncConfig(
 @pytest.fixture(params=["shm", "tcp"])
 def config(request):
     return CONFIG.model_copy(update={"transport": request.param})
-
-
-class Engine:
-    def __init__(self, *flags: str) -> None:
-        command = [sys.executable, "-P", "-m", "weightsync.fake_engine", *flags]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.url = f"http://127.0.0.1:{int(self.process.stdout.readline())}"
-
-    async def weights(self) -> dict[str, str]:
-        async with aiohttp.ClientSession() as session, session.get(self.url + "/weights") as answer:
-            return dict(await answer.json())
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-
-class Manager:
-    """The two window calls, over a list of engines."""
-
-    def __init__(self, urls: list[str]) -> None:
-        self.urls = urls
-        self.epoch = 0
-        self.closed: list[pb.CloseUpdateWindowRequest] = []
-
-    async def open_update_window(self, request):
-        assert len(request.plan_digest) == 64
-        self.epoch += 1
-        reply = pb.OpenUpdateWindowReply(epoch=self.epoch)
-        for index, url in enumerate(self.urls):
-            reply.targets.add(engine=f"engine{index}", url=url)
-        return reply
-
-    async def close_update_window(self, request):
-        self.closed.append(request)
-        serving = [r.engine for r in request.results if r.complete]
-        return pb.CloseUpdateWindowReply(engines_serving=serving)
-
-    def flags(self) -> list[tuple[bool, bool]]:
-        """(complete, touched) of each engine in the last window."""
-        return [(r.complete, r.touched) for r in self.closed[-1].results]
 
 
 def segments() -> list[Path]:

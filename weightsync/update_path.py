@@ -58,7 +58,7 @@ class UpdatePath(Protocol):
     """Carries updates, one at a time."""
 
     async def prepare(self, update: Update) -> None:
-        """Does what needs no engine, before any is paused. Raises OSError, ValueError."""
+        """Does what needs no engine, before any is paused. Raises OSError."""
 
     async def send(
         self,
