@@ -40,7 +40,8 @@ from weightsync.transports import (
     open_receiver,
     open_sender,
     pieces_of,
-    tensors_of,
+    send_bucket,
+    take_bucket,
 )
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ class Broadcaster:
             self._store.set(f"weightsync/broadcast/{self._num_broadcasts}", json.dumps(order))
             for index, bucket in enumerate(plan.buckets):
                 begun_s = time.monotonic() - started_s
-                sender.send(pieces_of(plan, tensors, index), plan.label(index), self._timeout_s)
+                send_bucket(sender, plan, tensors, index, self._timeout_s)
                 times.append(BucketTimes(bucket.num_bytes, begun_s, time.monotonic() - started_s))
             sender.finish(self._timeout_s)
         except PeerLostError:
@@ -261,11 +262,7 @@ class Broadcaster:
         times = []
         for index, bucket in enumerate(plan.buckets):
             begun_s = time.monotonic() - started_s
-            data = receiver.next(plan.label(index), self._timeout_s)
-            own = tensors[bucket.first : bucket.first + len(bucket.offsets)]
-            for tensor, (_, source) in zip(own, tensors_of(plan, index, data), strict=True):
-                tensor.detach().copy_(source)
-            receiver.release()
+            take_bucket(receiver, plan, tensors, index, self._timeout_s)
             times.append(BucketTimes(bucket.num_bytes, begun_s, time.monotonic() - started_s))
         return tuple(times)
 

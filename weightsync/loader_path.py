@@ -27,7 +27,7 @@ from weightsync.config import WeightSyncConfig
 from weightsync.descriptor import TENSOR_NAME, Descriptor
 from weightsync.errors import PeerLostError
 from weightsync.plan import Plan
-from weightsync.transports import SEGMENT_PREFIX, Sender, open_sender, pieces_of
+from weightsync.transports import SEGMENT_PREFIX, Sender, open_sender, send_bucket
 from weightsync.update_path import EngineResult, Target, Update
 
 if TYPE_CHECKING:
@@ -113,11 +113,8 @@ class LoaderPath:
         for index in range(len(plan.buckets)):
             # The first wait also covers the engine's way to its loader.
             extra_s = self._config.attach_timeout_s if index < self._config.num_buffers + 1 else 0
-            sender.send(
-                pieces_of(plan, tensors, index),
-                plan.label(index),
-                self._config.bucket_timeout_s + extra_s,
-            )
+            timeout_s = self._config.bucket_timeout_s + extra_s
+            send_bucket(sender, plan, tensors, index, timeout_s)
         sender.finish(self._config.verify_timeout_s + self._config.attach_timeout_s)
 
     async def _call(

@@ -34,8 +34,15 @@ Endpoint = dict[str, Any]
 class Sender(Protocol):
     """Sends buckets to a fixed number of receivers; core/shm_ring.h has the rules."""
 
-    def send(self, pieces: _core.Buffer, label: str, timeout_s: float) -> None:
-        """Packs and sends the next bucket; leaves out receivers that are late."""
+    def send(
+        self, pieces: _core.Buffer, label: str, timeout_s: float, owner: object = None
+    ) -> None:
+        """Sends the next bucket; leaves out receivers that are late.
+
+        `shm` has packed it when this returns. `tcp` reads the pieces where they lie: they must not
+        change until num_buffers more were sent, or `finish` or `close` returned, and `owner`, which
+        keeps them alive, is held until then.
+        """
 
     def finish(self, timeout_s: float) -> None:
         """Waits for each receiver's word."""
@@ -139,13 +146,38 @@ def open_receiver(endpoint: Endpoint, epoch: int, index: int, timeout_s: float) 
     )
 
 
+def send_bucket(
+    sender: Sender, plan: Plan, tensors: Sequence[torch.Tensor], index: int, timeout_s: float
+) -> None:
+    """Sends bucket `index` of all `tensors`; see Sender.send for how long they must not change."""
+    sender.send(
+        pieces_of(plan, tensors, index),
+        plan.label(index),
+        timeout_s,
+        _own(plan, tensors, index),
+    )
+
+
+def take_bucket(
+    receiver: Receiver, plan: Plan, tensors: Sequence[torch.Tensor], index: int, timeout_s: float
+) -> None:
+    """Receives bucket `index` into its part of `tensors`: contiguous, on the CPU, as planned.
+
+    Raises PlanMismatchError when the bucket has another size than planned.
+    """
+    data = receiver.next(plan.label(index), timeout_s)
+    _check_size(plan, index, data)
+    _core.unpack(data, pieces_of(plan, tensors, index))
+    receiver.release()
+
+
 def pieces_of(plan: Plan, tensors: Sequence[torch.Tensor], index: int) -> array.array[int]:
     """Flat (address, bytes, offset) triples of the tensors of a bucket, as the core takes them."""
-    bucket = plan.buckets[index]
-    pieces = array.array("Q")
-    for place, offset in enumerate(bucket.offsets):
-        tensor = tensors[bucket.first + place]
-        pieces.extend((tensor.data_ptr(), tensor.nbytes, offset))
+    own = _own(plan, tensors, index)
+    pieces = array.array("Q", bytes(24 * len(own)))
+    pieces[0::3] = array.array("Q", [tensor.data_ptr() for tensor in own])
+    pieces[1::3] = array.array("Q", [tensor.nbytes for tensor in own])
+    pieces[2::3] = array.array("Q", plan.buckets[index].offsets)
     return pieces
 
 
@@ -157,10 +189,7 @@ def tensors_of(plan: Plan, index: int, data: memoryview) -> list[tuple[str, torc
     import torch
 
     bucket = plan.buckets[index]
-    if len(data) != bucket.num_bytes:
-        raise PlanMismatchError(
-            f"bucket {index} ({plan.label(index)}) has {len(data)} bytes, wanted {bucket.num_bytes}"
-        )
+    _check_size(plan, index, data)
     specs = plan.tensors[bucket.first : bucket.first + len(bucket.offsets)]
     return [
         (
@@ -174,3 +203,16 @@ def tensors_of(plan: Plan, index: int, data: memoryview) -> list[tuple[str, torc
         )
         for spec, offset in zip(specs, bucket.offsets, strict=True)
     ]
+
+
+def _own(plan: Plan, tensors: Sequence[torch.Tensor], index: int) -> Sequence[torch.Tensor]:
+    bucket = plan.buckets[index]
+    return tensors[bucket.first : bucket.first + len(bucket.offsets)]
+
+
+def _check_size(plan: Plan, index: int, data: memoryview) -> None:
+    wanted = plan.buckets[index].num_bytes
+    if len(data) != wanted:
+        raise PlanMismatchError(
+            f"bucket {index} ({plan.label(index)}) has {len(data)} bytes, wanted {wanted}"
+        )

@@ -6,6 +6,8 @@
 #include <memory>
 #include <string>
 #include <tuple>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "weightsync/core/checksum.h"
@@ -112,11 +114,24 @@ std::unique_ptr<TcpReceiver> MakeTcpReceiver(const std::string& host, uint16_t p
   return receiver;
 }
 
+// Keeps a Python object alive, to be let go by any thread.
+std::shared_ptr<void> Hold(py::object owner) {
+  return {owner.release().ptr(), [](PyObject* held) {
+            py::gil_scoped_acquire acquire;
+            Py_DECREF(held);
+          }};
+}
+
 template <typename Sender>
-void Send(Sender& sender, const py::buffer& triples, const std::string& label, double timeout_s) {
-  const std::vector<Piece> pieces = ReadPieces(triples);
+void Send(Sender& sender, const py::buffer& triples, const std::string& label, double timeout_s,
+          py::object owner) {
+  std::vector<Piece> pieces = ReadPieces(triples);
   Status status;
-  {
+  if constexpr (std::is_same_v<Sender, TcpSender>) {
+    std::shared_ptr<void> held = Hold(std::move(owner));
+    py::gil_scoped_release release;
+    status = sender.Send(std::move(pieces), label, timeout_s, std::move(held));
+  } else {
     py::gil_scoped_release release;
     status = sender.Send(pieces, label, timeout_s);
   }
@@ -158,6 +173,17 @@ py::tuple PackInto(const py::buffer& triples, const py::buffer& bucket, bool wit
   }
   ThrowUnlessOk(status);
   return py::make_tuple(packed.size, packed.checksum);
+}
+
+void UnpackFrom(const py::buffer& bucket, const py::buffer& triples) {
+  const std::vector<Piece> pieces = ReadPieces(triples);
+  const py::buffer_info info = bucket.request();
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = Unpack(info.ptr, info.size * info.itemsize, pieces);
+  }
+  ThrowUnlessOk(status);
 }
 
 uint64_t ChecksumOf(const py::buffer& data) {
@@ -256,7 +282,8 @@ template <typename Sender>
 py::class_<Sender> BindSender(py::module_& m, const char* name) {
   using Release = py::call_guard<py::gil_scoped_release>;
   return py::class_<Sender>(m, name)
-      .def("send", &Send<Sender>, py::arg("pieces"), py::arg("label"), py::arg("timeout_s"))
+      .def("send", &Send<Sender>, py::arg("pieces"), py::arg("label"), py::arg("timeout_s"),
+           py::arg("owner") = py::none())
       .def("finish", &Finish<Sender>, py::arg("timeout_s"))
       .def("drop", &Sender::Drop, py::arg("receiver"), py::arg("reason"), Release())
       .def("abort", &Sender::Abort, Release())
@@ -321,6 +348,7 @@ PYBIND11_MODULE(_core, m) {
            py::arg("timeout_s"))
       .def("abort", &RcclGroup::Abort);
   m.def("pack", &PackInto, py::arg("pieces"), py::arg("bucket"), py::arg("with_checksum"));
+  m.def("unpack", &UnpackFrom, py::arg("bucket"), py::arg("pieces"));
   m.def("checksum", &ChecksumOf, py::arg("data"));
   m.def("sweep", &Sweep, py::arg("prefix"));
 }

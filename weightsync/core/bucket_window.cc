@@ -4,14 +4,19 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 namespace swe_rl::weightsync {
 namespace {
 
 constexpr uint64_t kPage = 4096;
 constexpr uint64_t kHugePage = 2 << 20;
-// Bytes that are passed on at a time: small enough that a chain of receivers works at once.
-constexpr uint64_t kChunk = 1 << 20;
+// Bytes that are summed and passed on at a time: they fit into a core's cache, and a chain of
+// receivers works at once.
+constexpr uint64_t kChunk = 512 << 10;
+constexpr uint64_t kMaxGap = 4096;
+// What lies between two pieces.
+constexpr char kZeroes[kMaxGap] = {};
 // A child that takes nothing for so long is gone, should nobody have said so before.
 constexpr double kWriteTimeoutS = 300.0;
 
@@ -41,37 +46,122 @@ bool BucketWindow::is_free_of_outlets(uint64_t sequence) const {
                      [&](const Outlet* outlet) { return outlet->sequence > last; });
 }
 
+void BucketWindow::UsePieces(uint32_t num_buffers, bool with_checksums) {
+  with_checksums_ = with_checksums;
+  slots_.resize(num_buffers);
+}
+
+void BucketWindow::Begin(FrameHeader header, std::vector<Piece> pieces,
+                         std::shared_ptr<void> owner) {
+  Slot& at = slot(begun);
+  at = Slot();
+  at.header = header;
+  at.pieces = std::move(pieces);
+  at.owner = std::move(owner);
+  if (!with_checksums_ || header.size == 0) {
+    at.filled = header.size;
+    at.is_complete = true;
+  }
+  ++begun;
+  changed.notify_all();
+}
+
+void BucketWindow::SumMore(Slot* slot, std::unique_lock<std::mutex>* lock) {
+  slot->is_being_summed = true;
+  if (slot->filled == 0) sum_ = Checksum();
+  const uint64_t sequence = slot->header.sequence;
+  uint64_t offset = slot->filled;
+  const uint64_t end = std::min(offset + kChunk, slot->header.size);
+  lock->unlock();
+  std::vector<iovec> parts;
+  while (offset < end) {
+    parts.clear();
+    offset += AddParts(sequence, offset, end - offset, &parts);
+    for (const iovec& part : parts) sum_.Update(part.iov_base, part.iov_len);
+  }
+  lock->lock();
+  slot->is_being_summed = false;
+  slot->filled = end;
+  if (end == slot->header.size) {
+    slot->checksum = sum_.Digest();
+    slot->is_complete = true;
+  }
+  if (outlets.size() > 1) changed.notify_all();
+}
+
+uint64_t BucketWindow::AddParts(uint64_t sequence, uint64_t offset, uint64_t size,
+                                std::vector<iovec>* parts) {
+  if (!buffers_.empty()) {
+    parts->push_back({buffer(sequence) + offset, size});
+    return size;
+  }
+  const std::vector<Piece>& pieces = slot(sequence).pieces;
+  // The first piece that begins behind the offset; the one before may hold it.
+  auto next = std::upper_bound(pieces.begin(), pieces.end(), offset,
+                               [](uint64_t at, const Piece& piece) { return at < piece.offset; });
+  const uint64_t end = offset + size;
+  uint64_t at = offset;
+  const auto add = [&](const char* data, uint64_t until) {
+    const uint64_t taken = std::min(until, end) - at;
+    parts->push_back({const_cast<char*>(data), taken});
+    at += taken;
+  };
+  auto piece = next == pieces.begin() ? next : next - 1;
+  while (at < end && parts->size() < Socket::kMaxParts) {
+    if (piece != pieces.end() && at >= piece->offset + piece->size) {
+      ++piece;
+    } else if (piece != pieces.end() && at >= piece->offset) {
+      add(static_cast<const char*>(piece->data) + (at - piece->offset),
+          piece->offset + piece->size);
+    } else {
+      add(kZeroes, std::min(at + kMaxGap, piece == pieces.end() ? end : piece->offset));
+    }
+  }
+  return at - offset;
+}
+
 void BucketWindow::Serve(Outlet* outlet, std::atomic<uint64_t>* num_bytes) {
   std::unique_lock lock(mutex);
   if (outlet->sequence + num_buffers() < begun) return;  // overwritten; the child asks the sender
   outlets.push_back(outlet);
   bool needs_header = true;
+  std::vector<iovec> parts;
   while (true) {
+    const auto can_sum = [&](const Slot& slot) {
+      return with_checksums_ && !slot.is_being_summed && slot.filled == outlet->offset &&
+             slot.filled < slot.header.size;
+    };
     const auto has_work = [&] {
-      return ended || (begun > outlet->sequence &&
-                       (needs_header || slot(outlet->sequence).filled > outlet->offset));
+      if (ended) return true;
+      if (begun <= outlet->sequence) return false;
+      const Slot& slot = this->slot(outlet->sequence);
+      return slot.is_complete || slot.filled > outlet->offset || can_sum(slot);
     };
     changed.wait(lock, has_work);
     if (ended) break;
-    const Slot& at = slot(outlet->sequence);
+    Slot& at = slot(outlet->sequence);
+    // Whoever comes to bytes first sums them, and sends them while they are in the cache.
+    if (can_sum(at)) SumMore(&at, &lock);
+    if (ended || outlet->offset > at.header.size) break;
     const FrameHeader header = at.header;
-    const uint64_t size = std::min(at.filled - outlet->offset, kChunk);
-    const char* from = buffer(outlet->sequence) + outlet->offset;
+    uint64_t size = std::min(at.filled - outlet->offset, kChunk);
+    const uint64_t checksum = at.checksum;
+    const bool is_complete = at.is_complete;
     lock.unlock();
-    Status status;
-    if (needs_header) {
-      status = outlet->socket->Write(&header, sizeof(header), After(kWriteTimeoutS));
-      needs_header = false;
-    }
-    if (status.ok()) status = outlet->socket->Write(from, size, After(kWriteTimeoutS));
+    parts.clear();
+    if (needs_header) parts.push_back({const_cast<FrameHeader*>(&header), sizeof(header)});
+    if (size > 0) size = AddParts(outlet->sequence, outlet->offset, size, &parts);
+    const bool is_last = is_complete && outlet->offset + size == header.size;
+    if (is_last) parts.push_back({const_cast<uint64_t*>(&checksum), sizeof(checksum)});
+    const Status status = outlet->socket->WriteAll(&parts, After(kWriteTimeoutS));
+    needs_header = is_last;
     lock.lock();
     if (!status.ok()) break;
     *num_bytes += size;
     outlet->offset += size;
-    if (outlet->offset == header.size) {
+    if (is_last) {
       ++outlet->sequence;
       outlet->offset = 0;
-      needs_header = true;
       changed.notify_all();
     }
   }

@@ -64,6 +64,17 @@ TEST(PackerTest, PlacesPiecesAndZeroesGaps) {
   EXPECT_EQ(packed.checksum, checksum.Digest());
 }
 
+TEST(PackerTest, UnpackPutsPiecesBackAndRefusesThoseThatLeaveTheBucket) {
+  std::vector<char> large((1 << 20) + 5), bucket((1 << 20) + 64);
+  std::iota(bucket.begin(), bucket.end(), static_cast<char>(3));
+  char small[7] = {};
+  const std::vector<Piece> pieces = {{small, 7, 1}, {large.data(), large.size(), 13}};
+  ASSERT_TRUE(Unpack(bucket.data(), bucket.size(), pieces).ok());
+  EXPECT_EQ(std::memcmp(small, bucket.data() + 1, 7), 0);
+  EXPECT_EQ(std::memcmp(large.data(), bucket.data() + 13, large.size()), 0);
+  EXPECT_EQ(Unpack(bucket.data(), large.size(), pieces).code, StatusCode::kInvalidArgument);
+}
+
 TEST(PackerTest, RefusesOverlapAndOverflow) {
   const auto bytes = Bytes(100, 0);
   unsigned char bucket[128] = {};

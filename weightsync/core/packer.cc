@@ -41,10 +41,19 @@ void StreamCopy(char* to, const char* from, size_t size) {
 #endif
 }
 
+void PlainCopy(char* to, const char* from, size_t size) { std::memcpy(to, from, size); }
+
+auto CopierFor(uint64_t size) { return size >= kStreamFrom ? StreamCopy : PlainCopy; }
+
+void FinishStreaming() {
+#ifdef __SSE2__
+  _mm_sfence();  // streaming stores are weakly ordered: make them visible before what follows
+#endif
+}
+
 }  // namespace
 
-Status Pack(const std::vector<Piece>& pieces, void* bucket, uint64_t capacity, bool with_checksum,
-            Packed* packed) {
+Status CheckPieces(const std::vector<Piece>& pieces, uint64_t capacity, uint64_t* size) {
   uint64_t end = 0;
   for (size_t i = 0; i < pieces.size(); ++i) {
     const Piece& piece = pieces[i];
@@ -57,6 +66,14 @@ Status Pack(const std::vector<Piece>& pieces, void* bucket, uint64_t capacity, b
     }
     end = piece.offset + piece.size;
   }
+  *size = end;
+  return {};
+}
+
+Status Pack(const std::vector<Piece>& pieces, void* bucket, uint64_t capacity, bool with_checksum,
+            Packed* packed) {
+  uint64_t end = 0;
+  if (Status status = CheckPieces(pieces, capacity, &end); !status.ok()) return status;
   char* const base = static_cast<char*>(bucket);
   Checksum checksum;
   uint64_t at = 0;
@@ -67,9 +84,7 @@ Status Pack(const std::vector<Piece>& pieces, void* bucket, uint64_t capacity, b
     }
     const char* from = static_cast<const char*>(piece.data);
     char* to = base + piece.offset;
-    const auto copy = piece.size >= kStreamFrom
-                          ? StreamCopy
-                          : [](char* t, const char* f, size_t n) { std::memcpy(t, f, n); };
+    const auto copy = CopierFor(piece.size);
     if (!with_checksum) {
       copy(to, from, piece.size);
     } else {
@@ -81,11 +96,20 @@ Status Pack(const std::vector<Piece>& pieces, void* bucket, uint64_t capacity, b
     }
     at = piece.offset + piece.size;
   }
-#ifdef __SSE2__
-  _mm_sfence();  // streaming stores are weakly ordered: make them visible before the header is
-#endif
+  FinishStreaming();
   packed->size = end;
   packed->checksum = with_checksum ? checksum.Digest() : 0;
+  return {};
+}
+
+Status Unpack(const void* bucket, uint64_t size, const std::vector<Piece>& pieces) {
+  uint64_t end = 0;
+  if (Status status = CheckPieces(pieces, size, &end); !status.ok()) return status;
+  for (const Piece& piece : pieces) {
+    CopierFor(piece.size)(static_cast<char*>(const_cast<void*>(piece.data)),
+                          static_cast<const char*>(bucket) + piece.offset, piece.size);
+  }
+  FinishStreaming();
   return {};
 }
 

@@ -2,20 +2,23 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <linux/futex.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <climits>
 #include <cstring>
+#include <ctime>
 #include <new>
-#include <thread>
 
 #include "weightsync/core/checksum.h"
 #include "weightsync/core/messages.h"
@@ -24,7 +27,7 @@ namespace swe_rl::weightsync {
 
 // Shared between processes: fixed widths, no pointers.
 struct Header {
-  static constexpr uint64_t kMagic = 0x3130'5357'4C52'4557;  // "WERLWS01"
+  static constexpr uint64_t kMagic = 0x3230'5357'4C52'4557;  // "WERLWS02"
   struct Slot {
     uint64_t epoch;
     uint64_t sequence;
@@ -47,6 +50,8 @@ struct Header {
   uint32_t num_buffers;
   uint32_t with_checksums;
   std::atomic<uint32_t> aborted;
+  std::atomic<uint32_t> changes;      // a futex: counts what either side announced
+  std::atomic<uint32_t> num_waiting;  // too many after a waiter was killed, which only costs calls
   alignas(64) std::atomic<uint64_t> produced;
   Slot slots[kMaxBuffers];
   Receiver receivers[kMaxReceivers];
@@ -59,22 +64,45 @@ using SteadyClock = std::chrono::steady_clock;
 
 constexpr uint64_t kPage = 4096;
 constexpr uint64_t kHeaderBytes = (sizeof(Header) + kPage - 1) / kPage * kPage;
+constexpr int kNumEager = 64;
 constexpr char kShmFolder[] = "/dev/shm/";
 
-// Polls `done` until it holds or the deadline passes: eagerly first, for a partner that is
-// running, then asleep, for one that needs this core. False: the deadline passed.
+// Longest sleep without a look at what nobody announces: a sender that was killed.
+constexpr double kLookS = 0.02;
+
+static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "a futex is a plain word");
+
+// Tells the processes that wait for a change of the header.
+void Announce(Header* header) {
+  header->changes.fetch_add(1, std::memory_order_seq_cst);
+  if (header->num_waiting.load(std::memory_order_seq_cst) == 0) return;
+  syscall(SYS_futex, &header->changes, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+// Waits until `done` holds or the deadline passes: eagerly first, for a partner that is running,
+// then asleep, for one that needs this core. False: the deadline passed.
 template <typename Done>
-bool WaitUntil(const Done& done, double timeout_s) {
+bool WaitUntil(Header* header, const Done& done, double timeout_s) {
   const auto deadline = SteadyClock::now() + std::chrono::duration_cast<SteadyClock::duration>(
                                                  std::chrono::duration<double>(timeout_s));
   for (int i = 0;; ++i) {
-    if (done()) return true;
-    if (SteadyClock::now() >= deadline) return false;
-    if (i < 64) {
+    if (i < kNumEager) {
+      if (done()) return true;
       sched_yield();
-    } else {
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
+      continue;
     }
+    header->num_waiting.fetch_add(1, std::memory_order_seq_cst);
+    const uint32_t seen = header->changes.load(std::memory_order_seq_cst);
+    const bool is_done = done();
+    const std::chrono::duration<double> left = deadline - SteadyClock::now();
+    if (!is_done && left.count() > 0) {
+      const auto sleep_ns = static_cast<long>(std::min(left.count(), kLookS) * 1e9);
+      const timespec sleep = {0, sleep_ns};
+      syscall(SYS_futex, &header->changes, FUTEX_WAIT, seen, &sleep, nullptr, 0);
+    }
+    header->num_waiting.fetch_sub(1, std::memory_order_seq_cst);
+    if (is_done) return true;
+    if (left.count() <= 0) return false;
   }
 }
 
@@ -189,7 +217,9 @@ void RingSender::Close() {
 }
 
 void RingSender::Abort() {
-  if (header_ != nullptr) header_->aborted.store(1, std::memory_order_seq_cst);
+  if (header_ == nullptr) return;
+  header_->aborted.store(1, std::memory_order_seq_cst);
+  Announce(header_);
 }
 
 void RingSender::Drop(uint32_t index, const std::string& reason) {
@@ -202,6 +232,7 @@ void RingSender::Drop(uint32_t index, const std::string& reason) {
   }
   SetError(&receiver, reason);
   receiver.left_out.store(1, std::memory_order_seq_cst);
+  Announce(header_);
 }
 
 ReceiverState RingSender::receiver_state(uint32_t index) const {
@@ -237,7 +268,7 @@ void RingSender::WaitForEach(const Done& done, const std::string& what, double t
     }
     return true;
   };
-  if (WaitUntil(all_done, timeout_s)) return;
+  if (WaitUntil(header_, all_done, timeout_s)) return;
   for (uint32_t i = 0; i < header_->num_receivers; ++i) {
     if (receiver_state(i) != ReceiverState::kFailed && !done(i)) {
       Drop(i, "receiver " + std::to_string(i) + " " + what + " within " + Seconds(timeout_s) +
@@ -275,6 +306,7 @@ Status RingSender::Send(const std::vector<Piece>& pieces, const std::string& lab
   header_->slots[sequence % num_buffers] = {header_->epoch, sequence, packed.size, packed.checksum};
   next_ = sequence + 1;
   header_->produced.store(next_, std::memory_order_release);
+  Announce(header_);
   return {};
 }
 
@@ -322,6 +354,7 @@ Status RingReceiver::Next(const std::string& label, double timeout_s, Bucket* bu
   Header::Receiver& own = header_->receivers[index_];
   bool ended = false, dead = false;
   const bool arrived = WaitUntil(
+      header_,
       [&] {
         if (header_->produced.load(std::memory_order_acquire) > sequence) return true;
         ended = header_->aborted.load(std::memory_order_acquire) != 0;
@@ -374,17 +407,20 @@ Status RingReceiver::Next(const std::string& label, double timeout_s, Bucket* bu
 void RingReceiver::Release() {
   ++next_;
   header_->receivers[index_].consumed.store(next_, std::memory_order_release);
+  Announce(header_);
 }
 
 void RingReceiver::Verified() {
   header_->receivers[index_].state.store(static_cast<uint32_t>(ReceiverState::kVerified),
                                          std::memory_order_release);
+  Announce(header_);
 }
 
 void RingReceiver::Fail(const std::string& reason) {
   Header::Receiver& own = header_->receivers[index_];
   if (own.left_out.load(std::memory_order_acquire) == 0) SetError(&own, reason);
   own.state.store(static_cast<uint32_t>(ReceiverState::kFailed), std::memory_order_release);
+  Announce(header_);
 }
 
 int Sweep(const std::string& prefix) {

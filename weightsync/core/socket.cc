@@ -119,7 +119,16 @@ Status Socket::Wait(short events, Deadline deadline, const char* what) {
   return Poll(fd_, events, deadline, what);
 }
 
-Status Socket::ReadSome(void* to, uint64_t size, Deadline deadline, uint64_t* got) {
+void Socket::SetLowWater(uint64_t size) {
+  const int wanted = static_cast<int>(std::clamp<uint64_t>(size, 1, 1 << 30));
+  if (wanted == low_water_) return;
+  // Advice: without it reads are only smaller.
+  if (setsockopt(fd_, SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof(wanted)) == 0) low_water_ = wanted;
+}
+
+Status Socket::ReadSome(void* to, uint64_t size, uint64_t low_water, Deadline deadline,
+                        uint64_t* got) {
+  Status waited;
   while (true) {
     const ssize_t count = recv(fd_, to, size, 0);
     if (count > 0) {
@@ -131,14 +140,17 @@ Status Socket::ReadSome(void* to, uint64_t size, Deadline deadline, uint64_t* go
     if (errno != EAGAIN && errno != EWOULDBLOCK) {
       return Error(StatusCode::kUnavailable, std::string("reading: ") + std::strerror(errno));
     }
-    if (const Status status = Wait(POLLIN, deadline, "reading"); !status.ok()) return status;
+    if (!waited.ok()) return waited;
+    SetLowWater(std::min(low_water, size));
+    waited = Wait(POLLIN, deadline, "reading");
   }
 }
 
 Status Socket::Read(void* to, uint64_t size, Deadline deadline) {
   for (uint64_t done = 0; done < size;) {
     uint64_t got = 0;
-    const Status status = ReadSome(static_cast<char*>(to) + done, size - done, deadline, &got);
+    const Status status =
+        ReadSome(static_cast<char*>(to) + done, size - done, size - done, deadline, &got);
     if (!status.ok()) return status;
     done += got;
   }
@@ -146,20 +158,40 @@ Status Socket::Read(void* to, uint64_t size, Deadline deadline) {
 }
 
 Status Socket::Write(const void* from, uint64_t size, Deadline deadline) {
-  for (uint64_t done = 0; done < size;) {
-    const ssize_t count =
-        send(fd_, static_cast<const char*>(from) + done, size - done, MSG_NOSIGNAL);
-    if (count >= 0) {
-      done += static_cast<uint64_t>(count);
+  std::vector<iovec> parts = {{const_cast<void*>(from), size}};
+  return WriteAll(&parts, deadline);
+}
+
+Status Socket::WriteAll(std::vector<iovec>* parts, Deadline deadline) {
+  msghdr message = {};
+  message.msg_iov = parts->data();
+  message.msg_iovlen = parts->size();
+  while (true) {
+    while (message.msg_iovlen > 0 && message.msg_iov->iov_len == 0) {
+      ++message.msg_iov;
+      --message.msg_iovlen;
+    }
+    if (message.msg_iovlen == 0) return {};
+    const ssize_t count = sendmsg(fd_, &message, MSG_NOSIGNAL);
+    if (count < 0) {
+      if (errno == EINTR) continue;
+      if (errno != EAGAIN && errno != EWOULDBLOCK) {
+        return Error(StatusCode::kUnavailable, std::string("writing: ") + std::strerror(errno));
+      }
+      if (const Status status = Wait(POLLOUT, deadline, "writing"); !status.ok()) return status;
       continue;
     }
-    if (errno == EINTR) continue;
-    if (errno != EAGAIN && errno != EWOULDBLOCK) {
-      return Error(StatusCode::kUnavailable, std::string("writing: ") + std::strerror(errno));
+    for (auto left = static_cast<size_t>(count); left > 0;) {
+      const size_t taken = std::min(left, message.msg_iov->iov_len);
+      message.msg_iov->iov_base = static_cast<char*>(message.msg_iov->iov_base) + taken;
+      message.msg_iov->iov_len -= taken;
+      left -= taken;
+      if (message.msg_iov->iov_len == 0) {
+        ++message.msg_iov;
+        --message.msg_iovlen;
+      }
     }
-    if (const Status status = Wait(POLLOUT, deadline, "writing"); !status.ok()) return status;
   }
-  return {};
 }
 
 std::string Socket::local_host() const { return NumericHost(fd_, getsockname); }

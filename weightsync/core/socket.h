@@ -7,10 +7,14 @@
 #ifndef WEIGHTSYNC_CORE_SOCKET_H_
 #define WEIGHTSYNC_CORE_SOCKET_H_
 
+#include <sys/uio.h>
+
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "weightsync/core/status.h"
 
@@ -23,6 +27,8 @@ Deadline After(double seconds);
 
 class Socket {
  public:
+  static constexpr size_t kMaxParts = 512;  // of one WriteAll; the kernel takes 1024
+
   // Connects to HOST:PORT. kUnavailable when nobody listens, kDeadlineExceeded when it takes
   // longer.
   static Status Connect(const std::string& host, uint16_t port, Deadline deadline,
@@ -33,9 +39,13 @@ class Socket {
   Socket& operator=(const Socket&) = delete;
 
   Status Read(void* to, uint64_t size, Deadline deadline);
-  // Reads what is there, at least one byte and at most `size`; `*got` says how many.
-  Status ReadSome(void* to, uint64_t size, Deadline deadline, uint64_t* got);
+  // Reads what is there, at least one byte and at most `size`; `*got` says how many. Where it has
+  // to wait, it is not woken for less than `low_water` bytes: a wake-up for every packet would cost
+  // more than the copy. At the deadline it takes less.
+  Status ReadSome(void* to, uint64_t size, uint64_t low_water, Deadline deadline, uint64_t* got);
   Status Write(const void* from, uint64_t size, Deadline deadline);
+  // Writes `parts` (up to kMaxParts) one after the other; they are used up.
+  Status WriteAll(std::vector<iovec>* parts, Deadline deadline);
   // Ends reads and writes, at once and for good. Thread-safe.
   void Cut();
 
@@ -45,8 +55,10 @@ class Socket {
 
  private:
   Status Wait(short events, Deadline deadline, const char* what);
+  void SetLowWater(uint64_t size);
 
   const int fd_;
+  int low_water_ = 1;  // the reading thread's
 };
 
 class Listener {

@@ -14,6 +14,9 @@ namespace swe_rl::weightsync {
 namespace {
 
 constexpr double kRetryS = 0.1;
+// Bytes that are received and summed at a time: they fit into a core's cache, and fewer are not
+// worth a wake-up.
+constexpr uint64_t kChunk = 512 << 10;
 
 }  // namespace
 
@@ -121,24 +124,34 @@ struct TcpReceiver::State {
                                   window.is_free_of_outlets(fetching));
         });
         if (window.ended) return {};
-        window.slot(fetching) = {header, 0, 0};
+        window.slot(fetching) = {};
+        window.slot(fetching).header = header;
         window.begun = fetching + 1;
         sum = Checksum();
       }
       BucketWindow::Slot& slot = window.slot(fetching);
+      if (slot.header.size != header.size) status = Error(StatusCode::kDataLoss, "a wrong frame");
       while (status.ok() && slot.filled < header.size) {
         char* const to = window.buffer(fetching) + slot.filled;
-        const uint64_t size = header.size - slot.filled;
+        const uint64_t size = std::min(header.size - slot.filled, kChunk);
         lock->unlock();
         uint64_t got = 0;
         status = ReadSomeOr(socket, to, size, from_sender, &got);
         if (with_checksums) sum.Update(to, got);  // while it is in the cache
         lock->lock();
         slot.filled += got;
-        if (slot.filled == header.size) slot.checksum = sum.Digest();
-        window.changed.notify_all();
+        if (!window.outlets.empty()) window.changed.notify_all();
       }
-      if (status.ok()) ++fetching;
+      lock->unlock();
+      uint64_t checksum = 0;
+      if (status.ok()) status = ReadOr(socket, &checksum, sizeof(checksum), from_sender);
+      if (!status.ok()) break;
+      lock->lock();
+      slot.checksum = checksum;
+      if (with_checksums) slot.own_checksum = sum.Digest();
+      slot.is_complete = true;
+      ++fetching;
+      window.changed.notify_all();
       lock->unlock();
     }
     lock->lock();
@@ -148,7 +161,7 @@ struct TcpReceiver::State {
   // Gives a silent parent up, but waits for the sender, and for buckets that are not there yet.
   Status ReadSomeOr(Socket* socket, void* to, uint64_t size, bool from_sender, uint64_t* got) {
     while (true) {
-      const Status status = socket->ReadSome(to, size, After(stall_timeout_s), got);
+      const Status status = socket->ReadSome(to, size, kChunk, After(stall_timeout_s), got);
       if (status.code != StatusCode::kDeadlineExceeded) return status;
       const std::lock_guard lock(window.mutex);
       if (!from_sender && produced > fetching) return status;
@@ -274,9 +287,9 @@ Status TcpReceiver::Next(const std::string& label, double timeout_s, Bucket* buc
     if (!status.ok()) return status;
   }
   const BucketWindow::Slot& slot = window.slot(sequence);
-  if (state.with_checksums && slot.checksum != slot.header.checksum) {
-    return Error(StatusCode::kDataLoss, name + ": checksum " + std::to_string(slot.checksum) +
-                                            ", wanted " + std::to_string(slot.header.checksum) +
+  if (state.with_checksums && slot.own_checksum != slot.checksum) {
+    return Error(StatusCode::kDataLoss, name + ": checksum " + std::to_string(slot.own_checksum) +
+                                            ", wanted " + std::to_string(slot.checksum) +
                                             " over " + std::to_string(slot.header.size) + " bytes");
   }
   *bucket = {sequence, window.buffer(sequence), slot.header.size};

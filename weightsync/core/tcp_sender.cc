@@ -183,10 +183,9 @@ Status TcpSender::Create(const TcpOptions& options, std::unique_ptr<TcpSender>* 
   }
   if (Status status = CheckToken(options.token); !status.ok()) return status;
   auto state = std::make_unique<State>(options);
-  Status status = state->window.Allocate(options.num_buffers, options.buffer_bytes);
-  if (!status.ok()) return status;
+  state->window.UsePieces(options.num_buffers, options.with_checksums);
   std::unique_ptr<Listener> listener;
-  status = Listener::Listen(options.host, &listener);
+  Status status = Listener::Listen(options.host, &listener);
   if (!status.ok()) return status;
   State* const at = state.get();
   // Two connections a receiver, and as many again for those that turn to the sender.
@@ -223,6 +222,8 @@ void TcpSender::Close() {
     state_->window.changed.notify_all();
   }
   state_->server->Close();
+  // Nothing reads any more.
+  for (uint64_t i = 0; i < state_->window.num_buffers(); ++i) state_->window.slot(i) = {};
 }
 
 void TcpSender::Drop(uint32_t receiver, const std::string& reason) {
@@ -230,14 +231,19 @@ void TcpSender::Drop(uint32_t receiver, const std::string& reason) {
   if (receiver < state_->peers.size()) state_->LeaveOut(receiver, reason);
 }
 
-Status TcpSender::Send(const std::vector<Piece>& pieces, const std::string& label,
-                       double timeout_s) {
+Status TcpSender::Send(std::vector<Piece> pieces, const std::string& label, double timeout_s,
+                       std::shared_ptr<void> owner) {
   const std::lock_guard calls(state_->calls);
   State& state = *state_;
   BucketWindow& window = state.window;
+  std::shared_ptr<void> previous;  // of the bucket whose place this one takes; ends after the lock
   std::unique_lock lock(window.mutex);
   const uint64_t sequence = window.begun;
   const std::string name = Named(sequence, label);
+  uint64_t size = 0;
+  if (const Status status = CheckPieces(pieces, state.options.buffer_bytes, &size); !status.ok()) {
+    return Error(status.code, name + ": " + status.message);
+  }
   if (sequence == 0) {
     state.WaitForEach(
         &lock, [](const State::Peer& peer) { return peer.state != ReceiverState::kAbsent; },
@@ -260,16 +266,8 @@ Status TcpSender::Send(const std::vector<Piece>& pieces, const std::string& labe
     return Error(StatusCode::kUnavailable,
                  "no receiver is left for " + name + "; the first said: " + state.peers[0].error);
   }
-  lock.unlock();
-  Packed packed;
-  const Status status = Pack(pieces, window.buffer(sequence), window.buffer_bytes(),
-                             state.options.with_checksums, &packed);
-  if (!status.ok()) return Error(status.code, name + ": " + status.message);
-  lock.lock();
-  window.slot(sequence) = {
-      {state.options.epoch, sequence, packed.size, packed.checksum}, packed.size, packed.checksum};
-  window.begun = sequence + 1;
-  window.changed.notify_all();
+  window.slot(sequence).owner.swap(previous);
+  window.Begin({state.options.epoch, sequence, size}, std::move(pieces), std::move(owner));
   for (State::Peer& peer : state.peers) {
     if (!state.is_failed(peer)) state.Tell(&peer, MessageType::kProduced, window.begun);
   }

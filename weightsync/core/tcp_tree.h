@@ -7,9 +7,10 @@
 // 0 .. fan_out - 1, those of receiver i are fan_out * (i + 1) onwards. fan_out 1 is a chain.
 //
 // Invariants:
-//  * A bucket's buffer is written again only after every receiver that is still taken into account
-//    has released it. So a receiver whose parent dies or stalls takes what it lacks from the
-//    sender itself, from the byte that it had reached.
+//  * The sender has no buffers: it sends buckets from the memory that its caller names, which must
+//    stay as it is until every receiver that is still taken into account has released the bucket.
+//    A receiver's buffer too is written again only then. So a receiver whose parent dies or stalls
+//    takes what it lacks from the sender itself, from the byte that it had reached.
 //  * Parents are named once all receivers are there or left out, before the first bucket.
 //  * A receiver hands out its first bucket only after the sender has noted that it is touched.
 //  * Each wait has a deadline; a receiver that fails or is late is left out, with its reason kept.
@@ -48,8 +49,11 @@ class TcpSender {
   static Status Create(const TcpOptions& options, std::unique_ptr<TcpSender>* sender);
   ~TcpSender();
 
+  // As RingSender's, but nothing is copied: the pieces' bytes must neither change nor go before
+  // num_buffers later buckets were sent, Finish returned or Close did. `owner` is kept until then.
+  Status Send(std::vector<Piece> pieces, const std::string& label, double timeout_s,
+              std::shared_ptr<void> owner = nullptr);
   // As RingSender's.
-  Status Send(const std::vector<Piece>& pieces, const std::string& label, double timeout_s);
   Status Finish(double timeout_s);
   void Drop(uint32_t receiver, const std::string& reason);
   void Abort();

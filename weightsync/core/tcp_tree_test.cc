@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <future>
@@ -11,7 +12,9 @@
 #include <thread>
 #include <vector>
 
+#include "weightsync/core/bucket_window.h"
 #include "weightsync/core/socket.h"
+#include "weightsync/core/tcp_wire.h"
 
 namespace swe_rl::weightsync {
 namespace {
@@ -78,8 +81,8 @@ class TcpTreeTest : public testing::Test {
   }
 
   Status Send(uint64_t bucket, double timeout_s = kTimeoutS) {
-    const std::vector<char> bytes = Bytes(bucket);
-    return sender_->Send({{bytes.data(), bytes.size(), 0}}, "x", timeout_s);
+    const auto bytes = std::make_shared<std::vector<char>>(Bytes(bucket));
+    return sender_->Send({{bytes->data(), bytes->size(), 0}}, "x", timeout_s, bytes);
   }
 
   std::unique_ptr<TcpSender> sender_;
@@ -100,6 +103,109 @@ TEST_F(TcpTreeTest, EveryReceiverGetsEveryBucketAndTheSenderSendsFanOutTimes) {
     }
     EXPECT_EQ(sender_->num_bytes_sent(), fan_out * kNum * kBucketBytes);
   }
+}
+
+// More pieces than one call of the kernel takes, of odd sizes, with gaps of every length and one that
+// is longer than what gaps are filled from.
+TEST_F(TcpTreeTest, PiecesArriveWhereTheyBelongWithZeroesBetween) {
+  Make(3, 2);
+  std::vector<std::future<std::vector<char>>> receivers;
+  for (uint32_t i = 0; i < 3; ++i) {
+    receivers.push_back(std::async(std::launch::async, [this, i] {
+      std::vector<char> got;
+      const auto receiver = Attach(i);
+      Bucket bucket;
+      if (receiver == nullptr || !receiver->Next("x", kTimeoutS, &bucket).ok()) return got;
+      got.assign(bucket.data, bucket.data + bucket.size);
+      receiver->Release();
+      receiver->Verified();
+      return got;
+    }));
+  }
+  const auto bytes = std::make_shared<std::vector<char>>(Bytes(1));
+  std::vector<char> wanted(kBucketBytes);
+  std::vector<Piece> pieces;
+  uint64_t from = 0, offset = 11;
+  for (uint64_t i = 0; i < 1500; ++i) {
+    const uint64_t size = 1 + i * 7 % 1300;
+    pieces.push_back({bytes->data() + from, size, offset});
+    std::memcpy(wanted.data() + offset, bytes->data() + from, size);
+    from += size;
+    offset += size + (i == 700 ? 9000 : i % 64);
+  }
+  wanted.resize(pieces.back().offset + pieces.back().size);
+  ASSERT_TRUE(sender_->Send(pieces, "x", kTimeoutS, bytes).ok());
+  ASSERT_TRUE(sender_->Finish(kTimeoutS).ok());
+  for (auto& receiver : receivers) EXPECT_TRUE(receiver.get() == wanted);
+}
+
+TEST_F(TcpTreeTest, AnOwnerIsHeldUntilItsBucketIsReleased) {
+  Make(1, 1);
+  std::future<bool> receiver = TakeAll(0, 4);
+  std::vector<std::weak_ptr<void>> owners;
+  for (uint64_t i = 0; i < 4; ++i) {
+    const auto bytes = std::make_shared<std::vector<char>>(Bytes(i));
+    owners.push_back(bytes);
+    ASSERT_TRUE(
+        sender_->Send({{bytes->data(), bytes->size(), 0}}, "x", kTimeoutS, bytes).ok());
+  }
+  EXPECT_TRUE(owners[0].expired());
+  EXPECT_TRUE(owners[1].expired());
+  EXPECT_FALSE(owners[3].expired());
+  ASSERT_TRUE(sender_->Finish(kTimeoutS).ok());
+  EXPECT_TRUE(receiver.get());
+  sender_->Close();
+  EXPECT_TRUE(owners[3].expired());
+}
+
+TEST_F(TcpTreeTest, PiecesThatLeaveTheBucketAreRefused) {
+  Make(1, 1);
+  const std::vector<char> bytes = Bytes(0);
+  const Status status = sender_->Send({{bytes.data(), bytes.size(), 1}}, "x", kTimeoutS);
+  EXPECT_EQ(status.code, StatusCode::kInvalidArgument);
+  EXPECT_NE(status.message.find("bucket 0 (x): piece 0"), std::string::npos) << status.message;
+}
+
+// A sender of the test's own, whose checksum is of other bytes than it sends.
+TEST(TcpReceiverTest, BytesThatAreNotThoseThatWereSummedAreRefused) {
+  std::unique_ptr<Listener> listener;
+  ASSERT_TRUE(Listener::Listen("127.0.0.1", &listener).ok());
+  auto sending = std::async(std::launch::async, [&] {
+    std::unique_ptr<Socket> control, data;
+    Hello hello;
+    if (!listener->Accept(After(kTimeoutS), &control).ok()) return false;
+    if (!control->Read(&hello, sizeof(hello), After(kTimeoutS)).ok()) return false;
+    Welcome welcome = {};
+    welcome.buffer_bytes = 64;
+    welcome.stall_timeout_s = 5;
+    welcome.num_buffers = 1;
+    welcome.with_checksums = 1;
+    if (!control->Write(&welcome, sizeof(welcome), After(kTimeoutS)).ok()) return false;
+    if (!WriteMessage(control.get(), MessageType::kParent).ok()) return false;
+    if (!listener->Accept(After(kTimeoutS), &data).ok()) return false;
+    if (!data->Read(&hello, sizeof(hello), After(kTimeoutS)).ok()) return false;
+    const FrameHeader header = {7, 0, 8};
+    const char bytes[] = "12345678";
+    const uint64_t checksum = 1;
+    if (!data->Write(&header, sizeof(header), After(kTimeoutS)).ok()) return false;
+    if (!data->Write(bytes, 8, After(kTimeoutS)).ok()) return false;
+    if (!data->Write(&checksum, sizeof(checksum), After(kTimeoutS)).ok()) return false;
+    Message message;
+    std::string text;
+    if (!ReadMessage(control.get(), &message, &text).ok()) return false;
+    if (message.type != MessageType::kTake) return false;
+    if (!WriteMessage(control.get(), MessageType::kGo).ok()) return false;
+    return !ReadMessage(control.get(), &message, &text).ok();  // until the receiver ends
+  });
+  std::unique_ptr<TcpReceiver> receiver;
+  ASSERT_TRUE(
+      TcpReceiver::Attach("127.0.0.1", listener->port(), kToken, 7, 0, kTimeoutS, &receiver).ok());
+  Bucket bucket;
+  const Status status = receiver->Next("x", kTimeoutS, &bucket);
+  EXPECT_EQ(status.code, StatusCode::kDataLoss) << status.message;
+  EXPECT_NE(status.message.find("bucket 0 (x): checksum"), std::string::npos) << status.message;
+  receiver.reset();
+  EXPECT_TRUE(sending.get());
 }
 
 TEST_F(TcpTreeTest, WhoseParentEndsTakesTheRestFromTheSender) {

@@ -10,7 +10,7 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "the wire carries structs as they lie");
 
-constexpr uint64_t kMagic = 0x3130'4343'5457'5352;  // "RSWTCC01"
+constexpr uint64_t kMagic = 0x3230'4343'5457'5352;  // "RSWTCC02"
 constexpr uint32_t kMaxText = 4096;
 // Waits that Cut ends; the deadline is only what the calls want.
 constexpr double kUntilCutS = 1e6;
