@@ -75,7 +75,9 @@ def run(jobs: Sequence[Job], total_bytes: int, repeats: int) -> list[Measured]:
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_rank, args=(r, world, folder, jobs, total_bytes, repeats, results))
+            context.Process(
+                target=_rank, args=(r, world, folder, jobs, total_bytes, repeats, results)
+            )
             for r in range(world)
         ]
         for process in ranks:

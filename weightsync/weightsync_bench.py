@@ -22,7 +22,10 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weightsync.transfer_bench import Way
 
 _BUCKET_BYTES = 8 * 2**20
 _EXPERT_BYTES = 768 * 2048 * 2
@@ -85,14 +88,16 @@ def bench_packing(total_bytes: int, repeats: int) -> list[dict[str, Any]]:
             ]
         )
 
+    def pack_row(name: str, with_checksum: bool) -> dict[str, Any]:
+        times_s = _times(lambda: pack(with_checksum), repeats)
+        return _row(name, plan.total_bytes, times_s, ("memcpy", rate))
+
     base = _times(lambda: _timed(lambda: target.copy_(arena)), repeats)
     rate = statistics.median(arena.nbytes / t / 1e9 for t in base)
     return [
         _row("memcpy", arena.nbytes, base, ("", 0.0)),
-        *(
-            _row(name, plan.total_bytes, _times(lambda: pack(summed), repeats), ("memcpy", rate))
-            for name, summed in (("pack", False), ("pack_with_checksum", True))
-        ),
+        pack_row("pack", False),
+        pack_row("pack_with_checksum", True),
     ]
 
 
@@ -104,14 +109,16 @@ def bench_transfers(
 
     experts = total_bytes // _EXPERT_BYTES
     jobs: dict[str, Job] = {}
+    ours: tuple[Way, ...] = ("shm", "tcp")
+    others: tuple[Way, ...] = ("gloo", "disk")
     for count in _RECEIVERS:
-        for way in ("shm", "tcp", "gloo", "disk"):
+        for way in ours + others:
             jobs[f"{way}_to_{count}"] = Job(way, count, experts, _BUCKET_BYTES)
-        for way in ("shm", "tcp"):
+        for way in ours:
             name = f"{way}_to_{count}_without_checksums"
             jobs[name] = Job(way, count, experts, _BUCKET_BYTES, checksums=False)
     for count in _TENSORS:
-        for way in ("shm", "tcp", "gloo"):
+        for way in ours + others:
             jobs[f"{way}_to_1_of_{count}_tensors"] = Job(way, 1, count, _BUCKET_BYTES)
     jobs = {name: job for name, job in jobs.items() if only.search(name)}
     rows = []

@@ -42,9 +42,9 @@ class BucketWindow {
  public:
   struct Slot {
     FrameHeader header = {};
-    uint64_t filled = 0;       // bytes that may be read
-    bool is_complete = false;  // all of them, and `checksum` is known
-    uint64_t checksum = 0;     // as the sender says
+    uint64_t filled = 0;        // bytes that may be read
+    bool is_complete = false;   // all of them, and `checksum` is known
+    uint64_t checksum = 0;      // as the sender says
     uint64_t own_checksum = 0;  // of what arrived
     // Where the bytes are, if not in a buffer, and what keeps them there.
     std::vector<Piece> pieces;

@@ -27,7 +27,8 @@ struct Packed {
 };
 
 // Copies `pieces` to `bucket`, which holds `capacity` bytes, and zeroes the gaps between them.
-// Pieces must pass CheckPieces; else nothing is written. Large pieces bypass the cache: their next reader is another process.
+// Pieces must pass CheckPieces; else nothing is written. Large pieces bypass the cache: their next
+// reader is another process.
 Status Pack(const std::vector<Piece>& pieces, void* bucket, uint64_t capacity, bool with_checksum,
             Packed* packed);
 

@@ -289,8 +289,8 @@ Status TcpReceiver::Next(const std::string& label, double timeout_s, Bucket* buc
   const BucketWindow::Slot& slot = window.slot(sequence);
   if (state.with_checksums && slot.own_checksum != slot.checksum) {
     return Error(StatusCode::kDataLoss, name + ": checksum " + std::to_string(slot.own_checksum) +
-                                            ", wanted " + std::to_string(slot.checksum) +
-                                            " over " + std::to_string(slot.header.size) + " bytes");
+                                            ", wanted " + std::to_string(slot.checksum) + " over " +
+                                            std::to_string(slot.header.size) + " bytes");
   }
   *bucket = {sequence, window.buffer(sequence), slot.header.size};
   return {};

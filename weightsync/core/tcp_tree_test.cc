@@ -105,8 +105,8 @@ TEST_F(TcpTreeTest, EveryReceiverGetsEveryBucketAndTheSenderSendsFanOutTimes) {
   }
 }
 
-// More pieces than one call of the kernel takes, of odd sizes, with gaps of every length and one that
-// is longer than what gaps are filled from.
+// More pieces than one call of the kernel takes, of odd sizes, with gaps of every length and one
+// that is longer than what gaps are filled from.
 TEST_F(TcpTreeTest, PiecesArriveWhereTheyBelongWithZeroesBetween) {
   Make(3, 2);
   std::vector<std::future<std::vector<char>>> receivers;
@@ -146,8 +146,7 @@ TEST_F(TcpTreeTest, AnOwnerIsHeldUntilItsBucketIsReleased) {
   for (uint64_t i = 0; i < 4; ++i) {
     const auto bytes = std::make_shared<std::vector<char>>(Bytes(i));
     owners.push_back(bytes);
-    ASSERT_TRUE(
-        sender_->Send({{bytes->data(), bytes->size(), 0}}, "x", kTimeoutS, bytes).ok());
+    ASSERT_TRUE(sender_->Send({{bytes->data(), bytes->size(), 0}}, "x", kTimeoutS, bytes).ok());
   }
   EXPECT_TRUE(owners[0].expired());
   EXPECT_TRUE(owners[1].expired());
