@@ -3,7 +3,8 @@ stand-ins for SGLang's own calls beside it.
 
 Owner: tests and the bench here. The model is plain torch and loads by name; what SGLang does
 with the tensors is not shown (rollout/engines/engine_update_test.py does that). It listens on a
-port of its choice and prints it; GET /weights gives a digest of each parameter.
+port of its choice and prints it; GET /weights gives a digest of each parameter, GET
+/progress the loaders that run and the buckets that came.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import hashlib
 import os
 import pickle
 import signal
+import time
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -32,11 +34,15 @@ class PlainModel(torch.nn.Module):
         shapes: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype,
         signal_in_update: int = 0,
+        bucket_s: float = 0.0,
     ) -> None:
-        """`signal_in_update` is what the process sends itself when its second bucket is loaded."""
+        """`signal_in_update` is what the process sends itself when its second bucket is loaded;
+        `bucket_s` is how long each takes at least.
+        """
         super().__init__()
         self._signal_in_update = signal_in_update
-        self._num_loads = 0
+        self._bucket_s = bucket_s
+        self.num_loads = 0
         self.by_name = {
             name: torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
             for name, shape in shapes.items()
@@ -46,9 +52,10 @@ class PlainModel(torch.nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """As SGLang's models: unknown names are skipped without a word."""
-        self._num_loads += 1
-        if self._signal_in_update and self._num_loads == 2:
+        self.num_loads += 1
+        if self._signal_in_update and self.num_loads == 2:
             os.kill(os.getpid(), self._signal_in_update)
+        time.sleep(self._bucket_s)
         for name, tensor in weights:
             if name in self.by_name:
                 self.by_name[name].copy_(tensor)
@@ -78,6 +85,7 @@ def main() -> None:
         default="",
         help="sent to itself at its second bucket: SIGKILL, SIGSTOP",
     )
+    parser.add_argument("--bucket-s", type=float, default=0.0, help="least time of a bucket")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     weights = make_weights(arguments.num_tensors, arguments.num_elements, 0)
@@ -85,21 +93,37 @@ def main() -> None:
         {n: tuple(t.shape) for n, t in weights.items()},
         torch.float32,
         signal_in_update=getattr(signal, arguments.signal_in_update or "SIG_DFL"),
+        bucket_s=arguments.bucket_s,
     )
+
+    num_updates = {"running": 0}
 
     async def update(request: web.Request) -> web.Response:
         (payload,) = (await request.json())["serialized_named_tensors"]
         # Our own test's bytes, as SGLang's server reads them.
         named = pickle.loads(base64.b64decode(payload))
-        await asyncio.to_thread(sglang_loader.load, model, named)
+        num_updates["running"] += 1
+        try:
+            await asyncio.to_thread(sglang_loader.load, model, named)
+        finally:
+            num_updates["running"] -= 1
         return web.Response(text="ok")
 
     async def show(_request: web.Request) -> web.Response:
         return web.json_response({name: digest(p) for name, p in model.by_name.items()})
 
+    async def progress(_request: web.Request) -> web.Response:
+        return web.json_response({**num_updates, "buckets": model.num_loads})
+
     async def serve() -> None:
         app = web.Application(client_max_size=2**30)
-        app.add_routes([web.post("/update_weights_from_tensor", update), web.get("/weights", show)])
+        app.add_routes(
+            [
+                web.post("/update_weights_from_tensor", update),
+                web.get("/weights", show),
+                web.get("/progress", progress),
+            ]
+        )
         app.add_routes(StockCalls(model).routes())
         runner = web.AppRunner(app)
         await runner.setup()

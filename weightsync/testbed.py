@@ -29,7 +29,14 @@ class Engine:
 
     async def weights(self) -> dict[str, str]:
         """A digest of each parameter."""
-        async with aiohttp.ClientSession() as session, session.get(self.url + "/weights") as answer:
+        return await self._get("/weights")
+
+    async def progress(self) -> dict[str, int]:
+        """Loaders that run, and buckets that came."""
+        return await self._get("/progress")
+
+    async def _get(self, path: str) -> dict[str, Any]:
+        async with aiohttp.ClientSession() as session, session.get(self.url + path) as answer:
             return dict(await answer.json())
 
     async def post(self, path: str, body: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import os
 import sys
+from collections.abc import Iterable
 
 from aiohttp import web
 
@@ -102,16 +103,9 @@ class FakeEngine:
         return web.Response(text=text)
 
 
-def main() -> None:
-    """Serves on --port until killed; --die-at-start ends at once instead."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--die-at-start", action="store_true")
-    arguments, _sglang_flags = parser.parse_known_args()
-    if arguments.die_at_start:
-        sys.exit("fake engine: told to die at start")
-    engine = FakeEngine()
-    app = web.Application()
+def serve(engine: FakeEngine, port: int, more: Iterable[web.RouteDef] = ()) -> None:
+    """Serves on loopback until killed; `more` are calls beside the control calls."""
+    app = web.Application(client_max_size=2**30)
     app.add_routes([web.post(path, engine.control) for path in _CONTROL])
     app.add_routes(
         [
@@ -120,9 +114,21 @@ def main() -> None:
             web.get("/state", engine.state),
             web.post("/fault", engine.fault),
             web.post("/freeze_gc", engine.freeze_gc),
+            *more,
         ]
     )
-    web.run_app(app, host="127.0.0.1", port=arguments.port, print=None)
+    web.run_app(app, host="127.0.0.1", port=port, print=None)
+
+
+def main() -> None:
+    """Serves on --port until killed; --die-at-start ends at once instead."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--die-at-start", action="store_true")
+    arguments, _sglang_flags = parser.parse_known_args()
+    if arguments.die_at_start:
+        sys.exit("fake engine: told to die at start")
+    serve(FakeEngine(), arguments.port)
 
 
 if __name__ == "__main__":
