@@ -90,8 +90,7 @@ def main() -> None:
     device = devices.enter(num_threads=1, collective_timeout_s=_COLLECTIVE_TIMEOUT_S)
     from trainer.model import Policy
 
-    # Not validated: training runs on one rank so far, and export does not.
-    grid = GridConfig.model_construct(
+    grid = GridConfig(
         tensor_parallel=arguments.tensor_parallel,
         pipeline_parallel=1,
         expert_parallel=arguments.expert_parallel,

@@ -186,16 +186,70 @@ class MicroBatch:
     banned: torch.Tensor | None  # bool[V]
 
 
+def deal(lengths: Seq[int], num_ranks: int) -> list[list[int]]:
+    """Deals packs out to data-parallel ranks, so that the tokens of each are near equal. Pure.
+
+    Returns:
+      Indices of each rank's packs, longest first; equal in number but for those that have one less.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    hands: list[list[int]] = [[] for _ in range(num_ranks)]
+    tokens = [0] * num_ranks
+    for first in range(0, len(order), num_ranks):
+        # A round gives each rank one; whoever has least takes the longest.
+        takers = sorted(range(num_ranks), key=lambda rank: (tokens[rank], rank))
+        for rank, i in zip(takers, order[first : first + num_ranks], strict=False):
+            hands[rank].append(i)
+            tokens[rank] += lengths[i]
+    return hands
+
+
+def own_share(
+    micros: Seq[MicroBatch], rank: int, num_ranks: int, multiple: int, device: torch.device
+) -> list[MicroBatch]:
+    """Those of a global batch that data-parallel rank `rank` works on: as many as every other's.
+
+    A rank that was dealt one less gets an empty one of `multiple` tokens, because ranks that share
+    experts must take every step together.
+    """
+    hands = deal([micro.tokens.numel() for micro in micros], num_ranks)
+    own = [micros[i] for i in hands[rank]]
+    missing = max(map(len, hands)) - len(own)
+    return own + [_empty(multiple, device) for _ in range(missing)]
+
+
+def _empty(num_tokens: int, device: torch.device) -> MicroBatch:
+    import torch
+
+    from trainer.layer_spec import pack_rows
+
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    return MicroBatch(
+        tokens=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        rows=pack_rows([num_tokens], device),
+        slots=none,
+        targets=none,
+        rollout=torch.zeros(0, device=device),
+        versions=none,
+        sequence=none,
+        temperature=1.0,
+        banned=None,
+    )
+
+
 def make_micro_batches(
     sequences: Seq[Sequence],
     token_budget: int,
     vocab_size: int,
     device: torch.device,
     trajectory: Seq[int] | None = None,
+    multiple: int = 1,
 ) -> list[MicroBatch]:
     """Packs sequences; those without a trained token are left out, for they add nothing.
 
     Args:
+      multiple: packs are filled up to a multiple of so many tokens, which tensor-parallel ranks
+        share out among them.
       trajectory: of each sequence; where given, sequences of one trajectory share a pack, even
         above token_budget.
     """
@@ -210,13 +264,17 @@ def make_micro_batches(
         token_budget,
     )
     return [
-        _pack(sequences, [i for unit in pack for i in members[unit]], vocab_size, device)
+        _pack(sequences, [i for unit in pack for i in members[unit]], vocab_size, device, multiple)
         for pack in packs
     ]
 
 
 def _pack(
-    sequences: Seq[Sequence], members: Seq[int], vocab_size: int, device: torch.device
+    sequences: Seq[Sequence],
+    members: Seq[int],
+    vocab_size: int,
+    device: torch.device,
+    multiple: int,
 ) -> MicroBatch:
     import torch
 
@@ -238,9 +296,13 @@ def _pack(
         banned = torch.zeros(vocab_size, dtype=torch.bool)
         banned[list(chosen[0].sampling.banned_ids)] = True
         banned = banned.to(device)
+    lengths = [len(s.token_ids) for s in chosen]
+    filler = -len(tokens) % multiple
+    if filler:
+        lengths.append(filler)
     return MicroBatch(
-        tokens=tokens.to(device),
-        rows=pack_rows([len(s.token_ids) for s in chosen], device),
+        tokens=torch.nn.functional.pad(tokens, (0, filler)).to(device),
+        rows=pack_rows(lengths, device),
         slots=(positions - 1).to(device),
         targets=tokens[positions].to(device),
         rollout=trained(s.rollout_logprobs for s in chosen),

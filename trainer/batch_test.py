@@ -146,3 +146,31 @@ def test_trained_arrays_keep_their_order() -> None:
     (micro,) = batch.make_micro_batches([s], 100, VOCAB, CPU)
     np.testing.assert_allclose(micro.rollout.numpy(), [-1, -3])
     assert micro.versions.tolist() == [1, 1]
+
+
+def test_packs_are_dealt_evenly() -> None:
+    lengths = [9, 2, 7, 7, 3, 8, 1]
+    hands = batch.deal(lengths, 3)
+    assert sorted(i for hand in hands for i in hand) == list(range(7))
+    assert sorted(map(len, hands)) == [2, 2, 3]
+    tokens = [sum(lengths[i] for i in hand) for hand in hands]
+    assert max(tokens) - min(tokens) <= 3
+    assert batch.deal([5], 2) == [[0], []]
+
+
+def test_every_rank_gets_as_many_micro_batches() -> None:
+    rows = [
+        batch.from_proto(record([6] * n, [0] + [1] * (n - 1), logprobs=[-1] * n), VOCAB)
+        for n in (4, 9, 5)
+    ]
+    micros = batch.make_micro_batches(rows, 1, VOCAB, CPU, multiple=4)
+    # Filled up, with nothing to train there.
+    assert [m.tokens.numel() for m in micros] == [4, 8, 12]
+    assert [m.targets.numel() for m in micros] == [3, 4, 8]
+    assert [m.rows.cu_seqlens_q.tolist() for m in micros] == [[0, 4], [0, 5, 8], [0, 9, 12]]
+    shares = [batch.own_share(micros, rank, 2, 4, CPU) for rank in range(2)]
+    assert [len(share) for share in shares] == [2, 2]
+    trained = sorted(m.targets.numel() for share in shares for m in share)
+    assert trained == [0, 3, 4, 8]
+    (filler,) = [m for share in shares for m in share if not m.targets.numel()]
+    assert filler.tokens.numel() == 4

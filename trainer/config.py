@@ -15,23 +15,14 @@ class _Settings(BaseModel):
 class GridConfig(_Settings):
     """How the model is split over ranks."""
 
-    tensor_parallel: int = 1
+    tensor_parallel: int = Field(default=1, gt=0)
     """Ranks that share each matrix."""
-    pipeline_parallel: int = 1
+    pipeline_parallel: int = Field(default=1, gt=0)
     """Ranks that share the layers."""
-    expert_parallel: int = 1
+    expert_parallel: int = Field(default=1, gt=0)
     """Ranks that share the experts."""
-    data_parallel: int = 1
+    data_parallel: int = Field(default=1, gt=0)
     """Copies of the model, each on part of the batch."""
-
-    @model_validator(mode="after")
-    def _one_rank(self) -> GridConfig:
-        for name, size in self.model_dump().items():
-            if size != 1:
-                raise ValueError(
-                    f"grid.{name} is {size}: this trainer runs on one rank so far; set it to 1"
-                )
-        return self
 
 
 class OptimConfig(_Settings):
@@ -314,6 +305,15 @@ class RlConfig(_Settings):
 
 class TrainerConfig(_Settings):
     """All settings of the trainer process."""
+
+    @model_validator(mode="after")
+    def _one_rank(self) -> TrainerConfig:
+        for name, size in self.grid.model_dump().items():
+            if size != 1:
+                raise ValueError(
+                    f"grid.{name} is {size}: the trainer process runs on one rank so far; set it to 1"
+                )
+        return self
 
     model_dir: Path
     """Hugging Face folder: config.json and safetensors to start from."""

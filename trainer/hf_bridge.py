@@ -20,6 +20,7 @@ from trainer import layer_spec
 
 _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
 _INPUT_NORM = re.compile(r"(layers\.\d+)\.input_layernorm\.weight$")
+_HEAD, _EMBEDDING = "output_layer.weight", "model.embed_tokens.weight"
 
 
 def transformer_engine_name(name: str) -> str:
@@ -72,6 +73,13 @@ class QwenBridge(Qwen3MoEBridge):
         "moe_aux_loss_coeff": 0.0,
     }
 
+    def __init__(self, hf_config: Any, **kwargs: Any) -> None:
+        super().__init__(hf_config, **kwargs)
+        if hf_config.tie_word_embeddings:
+            # The last of several pipeline stages has a copy of the embedding, under the head's name.
+            names: dict[str, str] = {**Qwen3MoEBridge._DIRECT_MAPPING, _HEAD: _EMBEDDING}
+            self._DIRECT_MAPPING = names
+
     def _build_base_config(self, *args: Any, **kwargs: Any) -> Any:
         kwargs.update(self._CONFIG)
         return super()._build_base_config(*args, **kwargs)
@@ -100,6 +108,10 @@ class QwenBridge(Qwen3MoEBridge):
         All ranks must iterate it to the end; all get every tensor. A yielded tensor may share
         memory with the live parameter: copy it before the next optimizer step.
         """
+        has_embedding = False
         with torch.no_grad():
             for name, tensor in self.export_weights([_RenamedView(model)]):
+                if name == _EMBEDDING and has_embedding:
+                    continue  # the last stage's copy
+                has_embedding |= name == _EMBEDDING
                 yield name, tensor.detach()

@@ -19,6 +19,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from transformers import AutoConfig
 
@@ -27,7 +28,7 @@ from trainer.config import GridConfig
 from trainer.device import Device
 from trainer.errors import BadRequestError
 from trainer.hf_bridge import QwenBridge
-from trainer.logprob import linear_logprobs
+from trainer.logprob import VocabShard, linear_logprobs
 
 _BUCKET_PARAMETERS = 40_000_000
 
@@ -111,7 +112,9 @@ class Policy:
         return weight
 
     def hidden(self, micro: MicroBatch) -> torch.Tensor:
-        """Runs the decoder. Returns [T, H] after the final norm."""
+        """Runs this rank's layers. Returns [T, H] after the final norm, whole on each tensor-parallel
+        rank; on an earlier pipeline stage what goes to the next.
+        """
         hidden: torch.Tensor = self.ddp(
             micro.tokens[None],
             micro.rows.position_ids[None],  # type: ignore[index]
@@ -119,21 +122,42 @@ class Policy:
             packed_seq_params=micro.rows,
             output_processor=_hidden_and_weight,
         )
+        if not parallel_state.is_pipeline_last_stage():
+            return hidden
+        if self.config.sequence_parallel:  # each rank holds some of the tokens
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         return hidden[:, 0]
 
     def logprobs(
         self, hidden_TH: torch.Tensor, micro: MicroBatch, chunk: int, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies [M] of a micro-batch's trained tokens, from `hidden`."""
+        weight = self.output_weight
+        shard, banned = self._vocab_shard(weight.size(0), micro.banned)
         return linear_logprobs(
             hidden_TH.index_select(0, micro.slots),
-            self.output_weight,
+            weight,
             micro.targets,
             temperature=micro.temperature,
-            banned_V=micro.banned,
+            banned_V=banned,
             chunk=chunk,
             with_entropy=with_entropy,
+            shard=shard,
         )
+
+    def _vocab_shard(
+        self, num_rows: int, banned_V: torch.Tensor | None
+    ) -> tuple[VocabShard | None, torch.Tensor | None]:
+        """Which ids this rank's rows are, and which of those cannot be sampled."""
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        if ranks == 1:
+            return None, banned_V
+        first = parallel_state.get_tensor_model_parallel_rank() * num_rows
+        ids = torch.arange(first, first + num_rows, device=self.device.torch_device)
+        banned = ids >= self.vocab_size  # rows that only fill up the last shard
+        if banned_V is not None:
+            banned |= banned_V[ids.clamp(max=self.vocab_size - 1)]
+        return VocabShard(parallel_state.get_tensor_model_parallel_group(), first), banned
 
 
 def _read_config(model_dir: Path) -> Any:

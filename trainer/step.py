@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -95,6 +96,15 @@ class Learner:
         out = self._run(forward, micros, forward_only=True, collect_non_loss_data=True)
         return out
 
+    def _total(self, values: list[float]) -> list[float]:
+        """Sums over all tokens of the batch, from what this rank saw of them."""
+        # Those of one tensor-parallel group saw the same; an earlier pipeline stage saw nothing.
+        total = torch.tensor(values, dtype=torch.float64, device=self.policy.device.torch_device)
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
+        summed: list[float] = total.tolist()
+        return summed
+
     def update(
         self, micros: Sequence[MicroBatch], loss_of: LossOf, step: int, with_entropy: bool = False
     ) -> Update:
@@ -109,6 +119,8 @@ class Learner:
         self.optimizer.zero_grad()
         logprobs: list[torch.Tensor] = []
         entropies: list[torch.Tensor] = []
+        # Told after the backward pass, which the other ranks take part in.
+        broken: list[str] = []
         index = iter(range(len(micros)))
 
         def forward(micro: MicroBatch) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -116,7 +128,8 @@ class Learner:
 
             def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
                 new, entropy = self.policy.logprobs(hidden, micro, self._chunk, with_entropy)
-                _check_finite(new, micro)
+                if message := _not_finite(new, micro):
+                    broken.append(message)
                 part = loss_of(next(index), micro, new)
                 logprobs.append(new.detach())
                 entropies.append(entropy.detach())
@@ -125,15 +138,24 @@ class Learner:
             return hidden, loss
 
         parts = self._run(forward, micros, forward_only=False)
-        loss = float(sum(p.double() for p in parts))
+        seen = [float(part) for part in parts]
+        num_tokens = sum(part.numel() for part in logprobs)
+        entropy = float(sum(part.double().sum() for part in entropies))
+        loss, num_tokens, entropy, num_broken = self._total(
+            [sum(seen), num_tokens, entropy, len(broken)]
+        )
+        if num_broken:
+            raise NonFiniteError(
+                broken[0] if broken else "a log-prob on another rank is not finite"
+            )
         self._check_gradients(loss)
         lr = learning_rate(self._optim, step, self._num_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         _, grad_norm, _ = self.optimizer.step()
         self.num_updates += 1
-        entropy = float(torch.cat(entropies).mean()) if with_entropy else math.nan
-        return Update(loss, float(grad_norm), lr, logprobs, entropy)
+        mean_entropy = entropy / max(num_tokens, 1) if with_entropy else math.nan
+        return Update(loss, float(grad_norm), lr, logprobs, mean_entropy)
 
     def _run(
         self, forward: Callable[[MicroBatch], Any], micros: Sequence[MicroBatch], **kwargs: Any
@@ -155,10 +177,14 @@ class Learner:
     def _check_gradients(self, loss: float) -> None:
         ddp = self.policy.ddp
         # The norm, because finite gradients whose norm overflows would be clipped to nothing.
-        finite = all(
-            bool(torch.isfinite(torch.linalg.vector_norm(b.grad_data)))
+        norms = [
+            torch.linalg.vector_norm(b.grad_data)
             for b in [*ddp.buffers, *ddp.expert_parallel_buffers]
-        )
+        ]
+        # All ranks take the step, or none.
+        worst = torch.stack(norms).double().sum()
+        dist.all_reduce(worst)
+        finite = bool(torch.isfinite(worst))
         if not finite or not math.isfinite(loss):
             raise NonFiniteError(
                 f"loss {loss}, gradients finite: {finite}; the step was not taken: lower the "
@@ -166,11 +192,13 @@ class Learner:
             )
 
 
-def _check_finite(logprobs: torch.Tensor, micro: MicroBatch) -> None:
+def _not_finite(logprobs: torch.Tensor, micro: MicroBatch) -> str:
+    """Which log-prob is not finite; empty: all are."""
     finite = torch.isfinite(logprobs.detach())
-    if not bool(finite.all()):
-        bad = int((~finite).nonzero()[0, 0])
-        raise NonFiniteError(
-            f"log-prob of id {int(micro.targets[bad])} is {float(logprobs[bad])} in sequence "
-            f"{int(micro.sequence[bad])} of the batch; the step was not taken"
-        )
+    if bool(finite.all()):
+        return ""
+    bad = int((~finite).nonzero()[0, 0])
+    return (
+        f"log-prob of id {int(micro.targets[bad])} is {float(logprobs[bad])} in sequence "
+        f"{int(micro.sequence[bad])} of the batch; the step was not taken"
+    )

@@ -1,0 +1,98 @@
+"""Every grid trains what one rank trains: loss, gradient norm, weights after three steps, export."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from proto.free_ports import free_ports
+from trainer import testbed
+
+_TIMEOUT_S = 240.0
+_TOLERANCE = 1e-5
+_WEIGHT_TOLERANCE = 5e-5
+GRIDS: dict[str, tuple[int, list[str]]] = {
+    "tp2": (2, ["--tensor-parallel=2"]),
+    "ep2": (2, ["--expert-parallel=2"]),
+    "dp2": (2, []),
+    "pp2": (2, ["--pipeline-parallel=2"]),
+    "tp2ep2": (4, ["--tensor-parallel=2", "--expert-parallel=2"]),
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What rank 0 said, and the weights that it wrote."""
+
+    is_export_exact: bool
+    losses: list[float]
+    grad_norms: list[float]
+    entropies: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+def train(folder: Path, model: Path, num_ranks: int, arguments: list[str]) -> Trained:
+    out = folder / "weights.safetensors"
+    command = [sys.executable, "-P", "-m", "trainer.grid_run", f"--model-dir={model}"]
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_ports(1)[0]),
+        "WORLD_SIZE": str(num_ranks),
+    }
+    ranks = [
+        subprocess.Popen(
+            [*command, f"--out={out}", *arguments],
+            env={**environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        output, _ = ranks[0].communicate(timeout=_TIMEOUT_S)
+        assert [rank.wait(_TIMEOUT_S) for rank in ranks] == [0] * num_ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    (said,) = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return Trained(**said, weights=load_file(out))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return testbed.write_model(tmp_path_factory.mktemp("model"), scale=4.0)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Trained:
+    return train(tmp_path_factory.mktemp("alone"), model, 1, [])
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_grid_trains_what_one_rank_trains(
+    tmp_path: Path, model: Path, alone: Trained, grid: str
+) -> None:
+    trained = train(tmp_path, model, *GRIDS[grid])
+    assert alone.is_export_exact and trained.is_export_exact
+    assert trained.losses == pytest.approx(alone.losses, abs=_TOLERANCE)
+    assert trained.grad_norms == pytest.approx(alone.grad_norms, abs=_TOLERANCE)
+    assert trained.entropies == pytest.approx(alone.entropies, abs=_TOLERANCE)
+    assert trained.weights.keys() == alone.weights.keys()
+    largest = max(
+        float((trained.weights[name] - alone.weights[name]).abs().max()) for name in alone.weights
+    )
+    assert largest <= _WEIGHT_TOLERANCE
+    # Training did something, and the tolerance is small beside it.
+    before = load_file(model / "model.safetensors")
+    moved = max(float((alone.weights[n] - before[n]).abs().max()) for n in before)
+    assert moved > 20 * _WEIGHT_TOLERANCE
