@@ -3,7 +3,7 @@
 Rows: packing against one memcpy of as many bytes; a whole broadcast over `shm` and over `tcp` to 1, 2
 and 4 processes, checksums on, its connections and buffers included; the same by torch's gloo, and
 through a safetensors file in memory, which is the least that an update from disk does; the cost of
-more and smaller tensors at equal bytes. Tensors have the size of one of Qwen3-30B-A3B's experts,
+more and smaller tensors at equal bytes, in buckets twice as large, which the largest of them need. Tensors have the size of one of Qwen3-30B-A3B's experts,
 where their number is not what varies. Every figure is from tensors of the sender to tensors of the
 receivers, and what they received was compared.
 
@@ -119,7 +119,7 @@ def bench_transfers(
             jobs[name] = Job(way, count, experts, _BUCKET_BYTES, checksums=False)
     for count in _TENSORS:
         for way in ours + others:
-            jobs[f"{way}_to_1_of_{count}_tensors"] = Job(way, 1, count, _BUCKET_BYTES)
+            jobs[f"{way}_to_1_of_{count}_tensors"] = Job(way, 1, count, 2 * _BUCKET_BYTES)
     jobs = {name: job for name, job in jobs.items() if only.search(name)}
     rows = []
     for (name, job), measured in zip(
@@ -127,7 +127,23 @@ def bench_transfers(
     ):
         num_bytes = sum(spec.num_bytes for spec in specs_of(total_bytes, job.num_tensors))
         rows.append(_row(name, num_bytes, measured.times_s, ("memcpy", memcpy_rate)))
-        rows[-1]["cpu_s"] = round(measured.cpu_s, 3)
+    return rows
+
+
+def bench_engine(repeats: int) -> list[dict[str, Any]]:
+    """A real SGLang server by every transport, whole publications: ours against its own from disk."""
+    import asyncio
+
+    from weightsync.engine_bench import TRANSPORTS, run
+
+    num_bytes, times = asyncio.run(run(repeats))
+    rate = statistics.median(num_bytes / t / 1e9 for t in times["disk"].publish_s)
+    rows = []
+    for transport in TRANSPORTS:
+        measured = times[transport]
+        for suffix, times_s in (("", measured.publish_s), ("_paused", measured.paused_s)):
+            base = ("engine_disk", rate)
+            rows.append(_row(f"engine_{transport}{suffix}", num_bytes, times_s, base))
     return rows
 
 
@@ -135,23 +151,33 @@ def main() -> None:
     """Prints the table, and writes it where --json says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="256 MB instead of 1 GiB")
+    parser.add_argument(
+        "--engine", action="store_true", help="instead: a real SGLang server, by every transport"
+    )
     parser.add_argument("--only", default="", help="transfers whose row's name matches this")
     parser.add_argument("--json", type=Path, help="write the rows there")
     arguments = parser.parse_args()
-    import torch
+    if arguments.engine:
+        rows = bench_engine(repeats=3)
+        what = "one SGLang server, Qwen3-MoE of 1.3 GB in float32"
+    else:
+        import torch
 
-    torch.set_num_threads(1)
-    total_bytes, repeats = (2**28, 3) if arguments.quick else (2**30, 5)
-    rows = bench_packing(total_bytes, repeats)
-    rows += bench_transfers(total_bytes, repeats, rows[0]["value"], re.compile(arguments.only))
+        torch.set_num_threads(1)
+        total_bytes, repeats = (2**28, 3) if arguments.quick else (2**30, 5)
+        rows = bench_packing(total_bytes, repeats)
+        only = re.compile(arguments.only)
+        rows += bench_transfers(total_bytes, repeats, rows[0]["value"], only)
+        what = f"{total_bytes >> 20} MiB"
     print(
-        f"{platform.machine()}, {os.cpu_count()} cores, 1 thread a process; {total_bytes >> 20} MiB "
-        f"in buckets of {_BUCKET_BYTES >> 20} MiB, Python {platform.python_version()}"
+        f"{platform.machine()}, {os.cpu_count()} cores, 1 thread a process; {what} in buckets of "
+        f"{_BUCKET_BYTES >> 20} MiB, Python {platform.python_version()}"
     )
     for row in rows:
         print(
-            f"{row['metric']:30} {row['value']:7.2f} {row['unit']}  x{row['ratio']:.2f} of memcpy "
-            f"({row['repeats']} repeats, {row['min']:.2f}..{row['max']:.2f}) {row.pop('cpu_s', '')}"
+            f"{row['metric']:30} {row['value']:7.2f} {row['unit']}  x{row['ratio']:.2f} of "
+            f"{row['baseline'] or 'itself'} ({row['repeats']} repeats, {row['min']:.2f}.."
+            f"{row['max']:.2f})"
         )
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n")

@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 import torch
+from transformers import Qwen3MoeConfig
 
 from bazel.environments import PYTHON
 from proto import rollout_pb2 as pb
@@ -142,7 +143,7 @@ def differences(
     return [abs(rows[i, t].item() - engine[i]) for i, t in enumerate(sampled)]
 
 
-def write_model_folder(folder: Path) -> None:
+def write_model_folder(folder: Path, model: Qwen3MoeConfig = CONFIG) -> None:
     """config.json and a word tokenizer; no weights."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -150,18 +151,26 @@ def write_model_folder(folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    CONFIG.save_pretrained(folder)
+    model.save_pretrained(folder)
 
 
 @asynccontextmanager
-async def open_rig(tmp_path: Path, transports: tuple[str, ...]) -> AsyncIterator[Rig]:
-    """One engine, started, and a publisher for each transport; the first is `publish`'s."""
-    model = tmp_path / "model"
-    model.mkdir()
-    write_model_folder(model)
+async def open_rig(
+    tmp_path: Path,
+    transports: tuple[str, ...],
+    model: Qwen3MoeConfig = CONFIG,
+    bucket_bytes: int = 128 * 1024,
+) -> AsyncIterator[Rig]:
+    """One engine, started, and a publisher for each transport.
+
+    `bucket_bytes` is small, so that an update of the tiny model takes many and wraps round the ring.
+    """
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_model_folder(folder, model)
     config = EngineConfig(
         python=Path(PYTHON["engine"]),
-        model_path=model,
+        model_path=folder,
         context_length=1024,
         max_total_tokens=4096,
         max_running_requests=8,
@@ -170,9 +179,8 @@ async def open_rig(tmp_path: Path, transports: tuple[str, ...]) -> AsyncIterator
     pool = EnginePool(config, tmp_path, tmp_path / "logs", time.monotonic)
     store = MemoryStore()
     windows = UpdateWindows(pool, store, config, time.monotonic)
-    # Small buckets, so that an update takes many and wraps round the ring.
     sync: dict[str, Any] = {
-        "bucket_bytes": 128 * 1024,
+        "bucket_bytes": bucket_bytes,
         "disk": DiskConfig(directory=tmp_path / "updates"),
     }
     before = shared_memory()

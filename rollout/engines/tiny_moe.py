@@ -66,7 +66,9 @@ def reference_logprobs(
     return torch.log_softmax(logits / temperature, dim=-1)
 
 
-def expected_checksums(weights: dict[str, torch.Tensor]) -> dict[str, str]:
+def expected_checksums(
+    weights: dict[str, torch.Tensor], config: Qwen3MoeConfig = CONFIG
+) -> dict[str, str]:
     """SHA-256 prefixes of SGLang's fused layout, from unfused weights."""
 
     def digest(tensor: torch.Tensor) -> str:
@@ -82,9 +84,9 @@ def expected_checksums(weights: dict[str, torch.Tensor]) -> dict[str, str]:
             result[name.replace("q_proj", "qkv_proj")] = digest(torch.cat(parts))
         elif not any(part in name for part in ("k_proj", "v_proj", ".experts.", "embed_tokens")):
             result[name] = digest(tensor)
-    for index in range(CONFIG.num_hidden_layers):
+    for index in range(config.num_hidden_layers):
         layer = f"model.layers.{index}"
-        experts = range(CONFIG.num_experts)
+        experts = range(config.num_experts)
         w13 = [torch.cat([expert(layer, i, "gate"), expert(layer, i, "up")]) for i in experts]
         result[f"{layer}.mlp.experts.w13_weight"] = digest(torch.stack(w13))
         down = [expert(layer, i, "down") for i in experts]
