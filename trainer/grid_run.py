@@ -27,7 +27,6 @@ from trainer import testbed
 from trainer.batch import MicroBatch
 from trainer.config import GridConfig, LossConfig, OptimConfig
 
-NUM_STEPS = 3
 _TOKEN_BUDGET = 60
 _COLLECTIVE_TIMEOUT_S = 120.0
 
@@ -63,10 +62,12 @@ def objective(
 
 
 def main() -> None:
-    """Trains NUM_STEPS steps."""
+    """Trains --num-steps steps."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model-dir", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--num-steps", type=int, default=3)
+    parser.add_argument("--lr", type=float, default=1e-3)
     for name in ("tensor", "pipeline", "expert"):
         parser.add_argument(f"--{name}-parallel", type=int, default=1)
     arguments = parser.parse_args()
@@ -92,9 +93,9 @@ def main() -> None:
         torch.equal(exported[name], loaded[name]) for name in loaded
     )
     learner = Learner(policy, 16)
-    learner.begin_stage(OptimConfig(lr=1e-3, warmup_steps=0), NUM_STEPS, 0.0)
+    learner.begin_stage(OptimConfig(lr=arguments.lr, warmup_steps=0), arguments.num_steps, 0.0)
     updates = []
-    for step in range(1, NUM_STEPS + 1):
+    for step in range(1, arguments.num_steps + 1):
         sequences = global_batch(step)
         micros = batching.make_micro_batches(
             sequences,

@@ -1,4 +1,6 @@
-"""Every grid trains what one rank trains: loss, gradient norm, weights after three steps, export."""
+"""Every grid trains what one rank trains: loss, gradient norm, weights after three steps, export;
+and thirty steps give the same curve on every run, and the committed one on every host.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,8 @@ from safetensors.torch import load_file
 from proto.free_ports import free_ports
 from trainer import testbed
 
+# Made by `trainer.grid_run --num-steps=30` on the model below.
+CURVE = Path(__file__).parent / "testdata" / "curve.json"
 _TIMEOUT_S = 240.0
 _TOLERANCE = 1e-5
 _WEIGHT_TOLERANCE = 5e-5
@@ -96,3 +100,17 @@ def test_a_grid_trains_what_one_rank_trains(
     before = load_file(model / "model.safetensors")
     moved = max(float((alone.weights[n] - before[n]).abs().max()) for n in before)
     assert moved > 20 * _WEIGHT_TOLERANCE
+
+
+def test_thirty_steps_give_the_same_curve_bit_for_bit_and_the_committed_one(
+    tmp_path: Path, model: Path
+) -> None:
+    first, second = (train(tmp_path, model, 1, ["--num-steps=30"]) for _ in range(2))
+    assert (first.losses, first.grad_norms) == (second.losses, second.grad_norms)
+    assert first.entropies == second.entropies
+    assert all(torch.equal(first.weights[n], second.weights[n]) for n in first.weights)
+    # Instruction sets differ by 2.5e-7 at most.
+    curve = json.loads(CURVE.read_text())
+    for figure, values in curve.items():
+        assert getattr(first, figure) == pytest.approx(values, abs=1e-6), figure
+    assert len(curve["losses"]) == 30
