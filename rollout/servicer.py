@@ -271,7 +271,12 @@ class RolloutServicer(pb_grpc.RolloutManagerServicer):
         return pb.OpenUpdateWindowReply(
             epoch=opened.epoch,
             targets=[
-                pb.UpdateTarget(engine=t.engine, url=t.url, weight_version=t.weight_version)
+                pb.UpdateTarget(
+                    engine=t.engine,
+                    url=t.url,
+                    weight_version=t.weight_version,
+                    tensor_parallel=t.tensor_parallel,
+                )
                 for t in opened.targets
             ],
             lineage=self._manager.ledger.lineage,

@@ -95,6 +95,14 @@ class WeightSyncConfig(BaseModel):
     checksums: bool = True
     """Sum every bucket on both sides, about 0.1 s a GB each."""
 
+    verify_engine: bool = True
+    """Each engine reads its parameters back after the last bucket and compares them with the sums
+    that the trainer made of its tensors: one more pass over the weights on both sides, about 0.1 s a
+    GB each. Off for engines whose weights lie otherwise after loading (quantised layers)."""
+
+    loader: str = "weightsync.sglang_loader.load"
+    """Dotted name of the function that receives in an engine: engines.weight_loader there."""
+
     bucket_timeout_s: float = Field(default=30.0, gt=0)
     """Longest wait for a receiver to free a buffer, or for the next bucket to arrive."""
 

@@ -14,7 +14,7 @@ from typing import Any
 from weightsync.errors import PlanMismatchError
 
 TENSOR_NAME = "__swe_rl_weightsync__"
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class Descriptor:
     plan_digest: str
     bucket_timeout_s: float
     """Longest wait for one bucket, and for the connection."""
+    verify_engine: bool
+    """Buckets carry a sum of each tensor; compare them with the parameters once all is loaded."""
 
     def encode(self) -> bytes:
         """UTF-8 JSON."""

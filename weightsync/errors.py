@@ -31,6 +31,14 @@ class PlanMismatchError(WeightSyncError):
     """The sender's tensors are not those of the receiver's model."""
 
 
+class LayoutError(WeightSyncError):
+    """An engine's parameters do not lie in memory as this package can map them."""
+
+
+class ArrivalError(WeightSyncError):
+    """An engine's parameters are not, byte for byte, what was sent."""
+
+
 class PublishError(WeightSyncError):
     """No engine took the new weights."""
 

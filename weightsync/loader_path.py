@@ -1,7 +1,7 @@
 """Updates through our own loader inside the engines, over the transports `shm` and `tcp`.
 
-Each engine's loader is started by one SGLang call that carries a Descriptor, and takes the buckets
-from the sender by itself. Flow:
+Each engine's loaders, one a tensor-parallel rank, are started by one SGLang call that carries a
+Descriptor for each, and take the buckets from the sender by themselves. Flow:
 
     call each engine's loader, which connects to the sender             \\  at once
     pack bucket by bucket, double-buffered, and wait for each one's word /
@@ -12,8 +12,10 @@ every path, and the segment of a sender that was killed goes when the next publi
 
 from __future__ import annotations
 
+import array
 import asyncio
 import base64
+import itertools
 import logging
 import pickle
 import time
@@ -29,13 +31,14 @@ from weightsync.errors import PeerLostError
 from weightsync.plan import Plan
 from weightsync.transports import SEGMENT_PREFIX, Sender, open_sender, send_bucket
 from weightsync.update_path import EngineResult, Target, Update
+from weightsync.weight_digest import WeightDigest, tensor_checksum
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
 
-LOADER = "weightsync.sglang_loader.load"
+_ABSENT = _core.ReceiverState.ABSENT
 
 
 def sweep_segments() -> int:
@@ -68,7 +71,9 @@ class LoaderPath:
     ) -> None:
         """Sends to all targets at once; see UpdatePath."""
         plan = update.plan
-        sender, endpoint = open_sender(self._config, plan, epoch, len(targets))
+        ranks = _ranks(targets)
+        num_receivers = sum(len(own) for own in ranks)
+        sender, endpoint = open_sender(self._config, plan, epoch, num_receivers)
         descriptors = [
             Descriptor(
                 epoch=epoch,
@@ -79,19 +84,23 @@ class LoaderPath:
                 plan_digest=plan.digest,
                 # Longer than the sender may wait for another engine that is late.
                 bucket_timeout_s=self._config.attach_timeout_s + 2 * self._config.bucket_timeout_s,
+                verify_engine=self._config.verify_engine,
             )
-            for index in range(len(targets))
+            for index in range(num_receivers)
         ]
         started_s = time.monotonic()
-        errors: dict[int, str] = {}
+        errors: dict[str, str] = {}
+        digest: int | None = None
         session = aiohttp.ClientSession()
         calls = [
-            asyncio.create_task(self._call(session, sender, target.url, descriptor, errors))
-            for target, descriptor in zip(targets, descriptors, strict=True)
+            asyncio.create_task(
+                self._call(session, sender, target, descriptors[own.start : own.stop], errors)
+            )
+            for target, own in zip(targets, ranks, strict=True)
         ]
         try:
-            await asyncio.to_thread(self._pack, sender, plan, update.tensors)
-            # An engine whose loader is through answers at once.
+            digest = await asyncio.to_thread(self._pack, sender, plan, update.tensors)
+            # An engine whose loaders are through answers at once.
             await asyncio.wait(calls, timeout=self._config.attach_timeout_s)
         except PeerLostError as error:  # every receiver is out; each one's reason is in the ring
             logger.warning("window %d: %s", epoch, error)
@@ -101,35 +110,54 @@ class LoaderPath:
                 call.cancel()
             duration_s = time.monotonic() - started_s
             results[:] = [
-                _result(sender, target.engine, index, calls[index].done(), errors, duration_s)
-                for index, target in enumerate(targets)
+                _result(sender, target.engine, own, call.done(), errors, digest, duration_s)
+                for target, own, call in zip(targets, ranks, calls, strict=True)
             ]
             sender.close()
             await asyncio.gather(*calls, return_exceptions=True)
             await session.close()
+        if digest is not None:
+            logger.info("window %d: sent %d bytes of digest %016x", epoch, plan.total_bytes, digest)
 
-    def _pack(self, sender: Sender, plan: Plan, tensors: Sequence[torch.Tensor]) -> None:
-        """Sends every bucket, then waits for the receivers' word. Runs in a thread."""
+    def _pack(self, sender: Sender, plan: Plan, tensors: Sequence[torch.Tensor]) -> int:
+        """Sends every bucket, then waits for the receivers' word; returns the digest of what was
+        sent, 0 if engines are not verified. Runs in a thread.
+        """
+        digest = WeightDigest()
         for index in range(len(plan.buckets)):
+            sums = self._sums(plan, tensors, index, digest) if self._config.verify_engine else None
             # The first wait also covers the engine's way to its loader.
             extra_s = self._config.attach_timeout_s if index < self._config.num_buffers + 1 else 0
             timeout_s = self._config.bucket_timeout_s + extra_s
-            send_bucket(sender, plan, tensors, index, timeout_s)
+            send_bucket(sender, plan, tensors, index, timeout_s, sums)
         sender.finish(self._config.verify_timeout_s + self._config.attach_timeout_s)
+        return digest.value
+
+    @staticmethod
+    def _sums(
+        plan: Plan, tensors: Sequence[torch.Tensor], index: int, digest: WeightDigest
+    ) -> array.array[int]:
+        """The sum of each tensor of a bucket, made before packing; also added to `digest`."""
+        first = plan.buckets[index].first
+        sums = array.array("Q")
+        for place in range(len(plan.buckets[index].offsets)):
+            sums.append(tensor_checksum(tensors[first + place]))
+            digest.add(plan.tensors[first + place].name, sums[-1])
+        return sums
 
     async def _call(
         self,
         session: aiohttp.ClientSession,
         sender: Sender,
-        engine_url: str,
-        descriptor: Descriptor,
-        errors: dict[int, str],
+        target: Target,
+        descriptors: Sequence[Descriptor],
+        errors: dict[str, str],
     ) -> None:
-        """Starts an engine's loader and waits for it; leaves the engine out when that fails."""
-        url = engine_url + "/update_weights_from_tensor"
+        """Starts an engine's loaders and waits for them; leaves the engine out when that fails."""
+        url = target.url + "/update_weights_from_tensor"
         body = {
-            "load_format": LOADER,
-            "serialized_named_tensors": [_serialize(descriptor)],
+            "load_format": self._config.loader,
+            "serialized_named_tensors": [_serialize(descriptor) for descriptor in descriptors],
             "flush_cache": False,
         }
         # The ring's own deadlines end the transfer, and with it this call.
@@ -138,33 +166,63 @@ class LoaderPath:
         try:
             async with session.post(url, json=body, timeout=timeout) as response:
                 text = await response.text()
+            absent = [d for d in descriptors if sender.state(d.receiver) == _ABSENT]
             if response.status != 200:
                 error = f"{url}: got status {response.status}, wanted 200: {text[:300]}"
-            elif sender.state(descriptor.receiver) == _core.ReceiverState.ABSENT:
-                error = f"{url}: the loader could not read its orders; see the engine's log"
+            elif absent:
+                error = f"{url}: a loader could not read its orders; see the engine's log"
         except (aiohttp.ClientError, OSError) as failure:
             error = f"{url}: {type(failure).__name__}: {failure}"
         if error:
-            errors[descriptor.receiver] = error
-            sender.drop(descriptor.receiver, error)
+            errors[target.engine] = error
+            for descriptor in descriptors:
+                sender.drop(descriptor.receiver, error)
+
+
+def _ranks(targets: Sequence[Target]) -> list[range]:
+    """The receivers of each engine: one a tensor-parallel rank, in order."""
+    ends = list(itertools.accumulate(target.tensor_parallel for target in targets))
+    return [
+        range(end - target.tensor_parallel, end) for target, end in zip(targets, ends, strict=True)
+    ]
 
 
 def _result(
     sender: Sender,
     engine: str,
-    index: int,
+    ranks: range,
     has_answered: bool,
-    errors: Mapping[int, str],
+    errors: Mapping[str, str],
+    digest: int | None,
     duration_s: float,
 ) -> EngineResult:
-    """Call after Abort, so that `touched` is final."""
-    state = sender.state(index)
-    error = errors.get(index, "")
-    if not error and state != _core.ReceiverState.VERIFIED:
-        error = sender.error(index) or f"its receiver was still {state.name} at the end"
+    """Call after Abort, so that `touched` is final. `digest`: what a complete engine must hold;
+    None: the sender was stopped before it knew.
+    """
+    error = errors.get(engine, "")
+    if not error:
+        found = [(rank, _rank_error(sender, index, digest)) for rank, index in enumerate(ranks)]
+        wrong = [f"rank {rank}: {text}" if len(ranks) > 1 else text for rank, text in found if text]
+        error = "; ".join(wrong)
     if not error and not has_answered:
         error = "its loader finished, but the engine did not answer"
-    return EngineResult(engine, not error, sender.was_touched(index), error, duration_s)
+    is_touched = any(sender.was_touched(index) for index in ranks)
+    held = 0 if error else sender.digest(ranks.start)
+    return EngineResult(engine, not error, is_touched, error, duration_s, held)
+
+
+def _rank_error(sender: Sender, index: int, digest: int | None) -> str:
+    """Why a receiver does not hold what was sent; empty: it does."""
+    state = sender.state(index)
+    if state != _core.ReceiverState.VERIFIED:
+        return sender.error(index) or f"its receiver was still {state.name} at the end"
+    held = sender.digest(index)
+    if digest is not None and held != digest:
+        return (
+            f"it holds weights of digest {held:016x}, sent was {digest:016x}: its loader is of "
+            "another version, or did not read its parameters back"
+        )
+    return ""
 
 
 def _serialize(descriptor: Descriptor) -> str:

@@ -23,6 +23,9 @@ from weightsync.errors import PlanMismatchError
 ALIGNMENT = 64
 """Bytes; a cache line, and more than any element type wants."""
 
+SUM_BYTES = 8
+"""Bytes of a tensor's XXH64, which follows its bucket's tensors if engines are to be verified."""
+
 DTYPE_BYTES = {
     "float32": 4,
     "float16": 2,
@@ -78,6 +81,21 @@ class Plan:
     def largest_bucket(self) -> int:
         """Bytes of the largest bucket."""
         return max(bucket.num_bytes for bucket in self.buckets)
+
+    def sums_offset(self, index: int) -> int:
+        """Where the sums of bucket `index` begin, if it carries them: 8 bytes a tensor, in order."""
+        return -(-self.buckets[index].num_bytes // ALIGNMENT) * ALIGNMENT
+
+    def bucket_size(self, index: int, with_sums: bool) -> int:
+        """Bytes of bucket `index` as it is sent."""
+        bucket = self.buckets[index]
+        if not with_sums:
+            return bucket.num_bytes
+        return self.sums_offset(index) + SUM_BYTES * len(bucket.offsets)
+
+    def largest_size(self, with_sums: bool) -> int:
+        """Bytes of the largest bucket as it is sent."""
+        return max(self.bucket_size(index, with_sums) for index in range(len(self.buckets)))
 
     @property
     def digest(self) -> str:

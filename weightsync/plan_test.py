@@ -49,10 +49,24 @@ def test_no_bucket_could_have_taken_the_next_tensor(tensors, bucket_bytes):
 
 @settings(deadline=None)
 @given(specs(), st.integers(9**3 * 8, 20_000))
+def test_sums_lie_behind_their_tensors(tensors, bucket_bytes):
+    plan = make_plan(tensors, bucket_bytes)
+    for index, bucket in enumerate(plan.buckets):
+        offset = plan.sums_offset(index)
+        assert offset % ALIGNMENT == 0
+        assert 0 <= offset - bucket.num_bytes < ALIGNMENT
+        assert plan.bucket_size(index, with_sums=False) == bucket.num_bytes
+        assert plan.bucket_size(index, with_sums=True) == offset + 8 * len(bucket.offsets)
+    for with_sums in (False, True):
+        sizes = [plan.bucket_size(index, with_sums) for index in range(len(plan.buckets))]
+        assert plan.largest_size(with_sums) == max(sizes)
+
+
+@given(specs(), st.integers(9**3 * 8, 20_000))
 def test_a_receiver_rebuilds_the_same_plan(tensors, bucket_bytes):
     plan = make_plan(tensors, bucket_bytes)
     sent = Descriptor(
-        3, 4, {"transport": "shm", "segment": "s"}, 1, plan.to_json(), plan.digest, 5.0
+        3, 4, {"transport": "shm", "segment": "s"}, 1, plan.to_json(), plan.digest, 5.0, True
     )
     got = Descriptor.decode(sent.encode())
     assert Plan.from_json(got.plan, got.plan_digest) == plan
@@ -98,7 +112,7 @@ def test_a_changed_plan_is_refused():
         Plan.from_json(data, plan.digest)
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b'{"format":1}', b'{"format":2}', b"\xff"])
+@pytest.mark.parametrize("data", [b"", b"[]", b'{"format":2}', b'{"format":3}', b"\xff"])
 def test_a_descriptor_that_cannot_be_read_is_refused(data):
     with pytest.raises(PlanMismatchError):
         Descriptor.decode(data)

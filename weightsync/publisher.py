@@ -158,7 +158,10 @@ class WeightPublisher:
                 total_bytes=update.plan.total_bytes,
             )
         )
-        targets = [Target(t.engine, t.url, t.weight_version) for t in opened.targets]
+        targets = [
+            Target(t.engine, t.url, t.weight_version, t.tensor_parallel or 1)
+            for t in opened.targets
+        ]
         results = [
             EngineResult(t.engine, False, False, "the sender failed before it began", 0.0)
             for t in targets

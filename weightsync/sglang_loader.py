@@ -6,8 +6,9 @@ Started by name: `--custom-weight-loader=weightsync.sglang_loader.load`. Owner: 
 Invariants: `load` never raises, because an exception that leaves a loader kills the scheduler:
 what went wrong goes to the sender through the receiver, and to the engine's log. Every wait has a
 deadline. Nothing here sets weight_version: the manager does, once the sender has reported.
-An update counts as verified only when every tensor of the plan was loaded, the plan covers
-the model's parameters exactly, and each bucket's checksum was right.
+An update counts as verified only when every tensor of the plan was loaded, its names and shapes are
+those of the model, each bucket's checksum was right, and (verify_engine) the parameters, read back,
+have the trainer's sums. All of it holds for each tensor-parallel rank by itself.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from typing import Any
 
 import torch
 
+from weightsync.arrival import ArrivalProof
 from weightsync.descriptor import TENSOR_NAME, Descriptor
-from weightsync.errors import EpochFencedError, PlanMismatchError
+from weightsync.engine_layout import EMBEDDING, HEAD, Layout, check_plan, check_readable
+from weightsync.errors import EpochFencedError, LayoutError, PlanMismatchError
 from weightsync.plan import Plan, TensorSpec
-from weightsync.transports import Receiver, open_receiver, tensors_of
+from weightsync.sglang_layers import layout_of
+from weightsync.transports import Receiver, open_receiver, sums_of, tensors_of
 
 logger = logging.getLogger(__name__)
-
-_EMBEDDING = "model.embed_tokens.weight"
-_HEAD = "lm_head.weight"
 
 
 class _Fence:
@@ -46,8 +47,7 @@ def load(model: Any, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             descriptor.receiver,
             descriptor.bucket_timeout_s,
         )
-        _receive(model, descriptor, receiver)
-        receiver.verified()
+        receiver.verified(_receive(model, descriptor, receiver))
     except Exception as error:  # leaving it would kill the engine; the sender decides
         logger.exception("weight update failed")
         if receiver is not None:
@@ -64,7 +64,8 @@ def _read(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Descriptor:
     return Descriptor.decode(tensors[TENSOR_NAME].cpu().numpy().tobytes())
 
 
-def _receive(model: Any, descriptor: Descriptor, receiver: Receiver) -> None:
+def _receive(model: Any, descriptor: Descriptor, receiver: Receiver) -> int:
+    """Loads every bucket; returns the digest of the model, or 0 if it is not to be verified."""
     if descriptor.epoch < _Fence.epoch:
         raise EpochFencedError(
             f"window {descriptor.epoch} is older than {_Fence.epoch}, which this engine saw"
@@ -72,25 +73,50 @@ def _receive(model: Any, descriptor: Descriptor, receiver: Receiver) -> None:
     _Fence.epoch = descriptor.epoch
     plan = Plan.from_json(descriptor.plan, descriptor.plan_digest)
     is_tied = needs_head(model, plan.tensors)
-    check_covers(model, plan.tensors, is_tied)
+    layout = _checked_layout(model, plan.tensors, is_tied, descriptor.verify_engine)
+    proof = ArrivalProof(layout) if layout and descriptor.verify_engine else None
     num_loaded = 0
     for index in range(len(plan.buckets)):
         data = receiver.next(plan.label(index), descriptor.bucket_timeout_s)
-        tensors = tensors_of(plan, index, data)
+        tensors = tensors_of(plan, index, data, with_sums=descriptor.verify_engine)
+        if proof:
+            proof.received(tensors, sums_of(plan, index, data))
         num_loaded += len(tensors)
         if is_tied:
-            tensors += [(_HEAD, tensor) for name, tensor in tensors if name == _EMBEDDING]
+            tensors += [(HEAD, tensor) for name, tensor in tensors if name == EMBEDDING]
         _load_bucket(model, tensors, f"bucket {index} ({plan.label(index)})")
         receiver.release()
     if num_loaded != len(plan.tensors):
         raise PlanMismatchError(f"loaded {num_loaded} tensors, wanted {len(plan.tensors)}")
+    digest = proof.check(dict(model.named_parameters())) if proof else 0
     logger.info(
-        "window %d: loaded %d tensors, %d bytes, for weight_version %d",
+        "window %d: loaded %d tensors, %d bytes, for weight_version %d, digest %016x",
         descriptor.epoch,
         num_loaded,
         plan.total_bytes,
         descriptor.weight_version,
+        digest,
     )
+    return digest
+
+
+def _checked_layout(
+    model: Any, tensors: tuple[TensorSpec, ...], is_tied: bool, verify: bool
+) -> Layout | None:
+    """Where the tensors lie in the model, which they are found to fill; None: that is not known."""
+    try:
+        layout = layout_of(model)
+    except LayoutError as error:
+        if verify:
+            raise
+        logger.warning("names of the update are not checked: %s", error)
+        return None
+    if is_tied:
+        layout = layout.with_head_from_embedding()
+    check_plan(layout, tensors)
+    if verify:
+        check_readable(layout, dict(model.named_parameters()), tensors)
+    return layout
 
 
 def _load_bucket(model: Any, tensors: list[tuple[str, torch.Tensor]], bucket: str) -> None:
@@ -118,46 +144,4 @@ def needs_head(model: Any, tensors: Iterable[TensorSpec]) -> bool:
     """
     is_tied = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
     names = {tensor.name for tensor in tensors}
-    return is_tied and hasattr(model, "lm_head") and _HEAD not in names and _EMBEDDING in names
-
-
-def check_covers(model: Any, tensors: Iterable[TensorSpec], is_tied: bool) -> None:
-    """Raises PlanMismatchError unless the plan fills the model's parameters exactly.
-
-    SGLang skips unknown names and keeps old values for missing ones without a word. Names differ
-    between the two (q, k and v are one parameter), but the numbers of elements must agree.
-    Holds for one tensor-parallel rank.
-    """
-    specs = tuple(tensors)
-    head_elements = sum(t.num_elements for t in specs if t.name == _EMBEDDING) if is_tied else 0
-    sent = sum(t.num_elements for t in specs) + head_elements
-    wanted = _num_elements(model)
-    if sent != wanted:
-        raise PlanMismatchError(
-            f"the update has {sent} elements in {len(specs)} tensors, and the model has room for "
-            f"{wanted}: names are missing or unknown; compare the trainer's model with the "
-            "engine's config.json"
-        )
-    have = {str(p.dtype).removeprefix("torch.") for _, p in model.named_parameters()}
-    if unknown := sorted({t.dtype for t in specs} - have):
-        raise PlanMismatchError(
-            f"the update has dtypes {unknown}, the model's parameters are {sorted(have)}: "
-            "set engines.dtype to what the trainer sends"
-        )
-
-
-def _num_elements(model: Any) -> int:
-    """Elements that a checkpoint fills; rows that pad a vocabulary do not count."""
-    total = sum(parameter.numel() for _, parameter in model.named_parameters())
-    seen: set[int] = set()
-    for module in model.modules():
-        rows, padded = (
-            getattr(module, "org_vocab_size", None),
-            getattr(module, "num_embeddings_padded", None),
-        )
-        weight = getattr(module, "weight", None)
-        if rows is None or padded is None or weight is None or id(weight) in seen:
-            continue
-        seen.add(id(weight))
-        total -= (weight.shape[0] - rows) * weight.shape[1]
-    return total
+    return is_tied and hasattr(model, "lm_head") and HEAD not in names and EMBEDDING in names

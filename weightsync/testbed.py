@@ -27,9 +27,9 @@ class Engine:
         assert self.process.stdout is not None
         return f"http://127.0.0.1:{int(self.process.stdout.readline())}"
 
-    async def weights(self) -> dict[str, str]:
+    async def weights(self, rank: int = 0) -> dict[str, str]:
         """A digest of each parameter."""
-        return await self._get("/weights")
+        return await self._get(f"/weights?rank={rank}")
 
     async def progress(self) -> dict[str, int]:
         """Loaders that run, and buckets that came."""
@@ -58,8 +58,9 @@ class Engine:
 class Manager:
     """The two window calls, over a list of engines."""
 
-    def __init__(self, urls: list[str]) -> None:
+    def __init__(self, urls: list[str], tensor_parallel: int = 1) -> None:
         self.urls = urls
+        self.tensor_parallel = tensor_parallel
         self.epoch = 0
         self.closed: list[pb.CloseUpdateWindowRequest] = []
         self.versions: dict[str, int] = {}
@@ -73,7 +74,12 @@ class Manager:
         reply = pb.OpenUpdateWindowReply(epoch=self.epoch)
         for index, url in enumerate(self.urls):
             name = f"engine{index}"
-            reply.targets.add(engine=name, url=url, weight_version=self.versions.get(url, 0))
+            reply.targets.add(
+                engine=name,
+                url=url,
+                weight_version=self.versions.get(url, 0),
+                tensor_parallel=self.tensor_parallel,
+            )
         return reply
 
     async def close_update_window(

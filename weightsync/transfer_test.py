@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from weightsync.fake_engine import digest, make_weights
 from weightsync.publisher import WeightPublisher
 from weightsync.testbed import Engine, Manager
 from weightsync.transports import SEGMENT_PREFIX
+from weightsync.weight_digest import WeightDigest, tensor_checksum
 
 CONFIG = WeightSyncConfig(
     bucket_bytes=16 * 1024,
@@ -62,6 +64,11 @@ async def test_every_engine_gets_every_tensor(engines, config):
         assert result.engines == ("engine0", "engine1")
         assert result.num_bytes == sum(t.nbytes for t in weights.values())
         assert all(r.complete for r in result.per_engine.values())
+        (held,) = {r.digest for r in result.per_engine.values()}
+        expected = WeightDigest()
+        for name, tensor in weights.items():
+            expected.add(name, tensor_checksum(tensor))
+        assert held == expected.value
         for engine in engines:
             assert await engine.weights() == {n: digest(t) for n, t in weights.items()}
 
@@ -108,21 +115,104 @@ async def test_an_engine_that_is_not_there_is_untouched(engines, config):
     assert manager.flags() == [(False, False), (True, True)]
 
 
-@pytest.mark.parametrize("change", ["missing", "unknown", "dtype"])
-async def test_tensors_that_are_not_the_models_are_refused_untouched(engines, config, change):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("missing", "it lacks layer.3.weight;"),
+        ("unknown", "it has unknown layer.99.weight;"),
+        ("renamed", "it lacks layer.3.weight and has unknown layer.3.wait;"),
+        ("shape", r"tensor layer.3.weight has shape \[1003, 1\], the engine wants \[1003\]"),
+        ("dtype", "tensor layer.0.weight is bfloat16, the engine's layer.0.weight float32"),
+    ],
+)
+async def test_tensors_that_are_not_the_models_are_refused_untouched(engines, config, change, said):
     weights = make_weights(20, 1000, 5)
-    if change == "missing":
-        del weights["layer.3.weight"]
-    elif change == "unknown":
+    if change == "unknown":
         weights["layer.99.weight"] = torch.zeros(3)
-    else:
+    elif change == "shape":
+        weights["layer.3.weight"] = weights["layer.3.weight"].unsqueeze(1)
+    elif change == "dtype":
         weights = {n: t.to(torch.bfloat16) for n, t in weights.items()}
+    else:
+        tensor = weights.pop("layer.3.weight")
+        if change == "renamed":  # as many elements as before
+            weights["layer.3.wait"] = tensor
     before = await engines[0].weights()
     manager = Manager([engines[0].url])
-    with pytest.raises(errors.PublishError, match="engine0: PlanMismatchError"):
+    with pytest.raises(errors.PublishError, match=f"engine0: PlanMismatchError: .*{said}"):
         await WeightPublisher(config, manager).publish(weights.items(), 5)
     assert manager.flags() == [(False, False)]
     assert await engines[0].weights() == before
+
+
+# The one of its shape that comes first: sizes repeat every 7 tensors.
+@pytest.mark.parametrize(
+    ("fault", "wrong"),
+    [
+        ("drop", "1 of 20 tensors .*: layer.19.weight in layer.19.weight;"),
+        ("truncate", "1 of 20 tensors .*: layer.19.weight in layer.19.weight;"),
+        ("swap", "2 of 20 tensors .*: layer.5.weight in layer.5.weight, layer.19.weight in"),
+        ("overwrite", "1 of 20 tensors .*: layer.0.weight in layer.0.weight;"),
+    ],
+)
+async def test_a_model_that_loads_wrongly_is_found_out(engines, fault, wrong):
+    weights = make_weights(20, 1000, 9)
+    with Engine(f"--fault={fault}") as faulty:
+        manager = Manager([faulty.url, engines[0].url])
+        result = await WeightPublisher(CONFIG, manager).publish(weights.items(), 9)
+        assert result.engines == ("engine1",)
+        assert manager.flags() == [(False, True), (True, True)]
+        error = result.per_engine["engine0"].error
+        assert re.search(wrong, error), error
+        # Unasked, it says nothing: the transfer itself was right.
+        trusting = CONFIG.model_copy(update={"verify_engine": False})
+        result = await WeightPublisher(trusting, manager).publish(weights.items(), 10)
+        assert result.engines == ("engine0", "engine1")
+
+
+async def test_an_engine_whose_loader_reads_nothing_back_is_not_believed(engines):
+    weights = make_weights(20, 1000, 11)
+    with Engine("--fault=skip_check") as careless:
+        manager = Manager([careless.url, engines[0].url])
+        result = await WeightPublisher(CONFIG, manager).publish(weights.items(), 11)
+    assert result.engines == ("engine1",)
+    assert manager.flags() == [(False, True), (True, True)]
+    error = result.per_engine["engine0"].error
+    assert error.startswith("it holds weights of digest 0000000000000000, sent was "), error
+
+
+async def test_each_rank_of_an_engine_takes_every_bucket_for_itself(config):
+    weights = make_weights(20, 1000, 12)
+    expected = {n: digest(t) for n, t in weights.items()}
+    with Engine("--tensor-parallel=2") as first, Engine("--tensor-parallel=2") as second:
+        manager = Manager([first.url, second.url], tensor_parallel=2)
+        result = await WeightPublisher(config, manager).publish(weights.items(), 12)
+        assert result.engines == ("engine0", "engine1")
+        for engine in (first, second):
+            assert [await engine.weights(rank) for rank in range(2)] == [expected, expected]
+
+
+async def test_an_engine_is_complete_only_if_all_of_its_ranks_are():
+    weights = make_weights(20, 1000, 13)
+    with (
+        Engine("--tensor-parallel=2", "--fault=drop") as faulty,
+        Engine("--tensor-parallel=2") as right,
+    ):
+        manager = Manager([faulty.url, right.url], tensor_parallel=2)
+        result = await WeightPublisher(CONFIG, manager).publish(weights.items(), 13)
+        assert result.engines == ("engine1",)
+        assert manager.flags() == [(False, True), (True, True)]
+        error = result.per_engine["engine0"].error
+        assert error.startswith("rank 1: ArrivalError: 1 of 20 tensors"), error
+
+
+async def test_an_engine_of_fewer_ranks_than_said_is_left_out(engines):
+    weights = make_weights(20, 1000, 14)
+    with Engine("--tensor-parallel=2") as right:
+        manager = Manager([engines[0].url, right.url], tensor_parallel=2)
+        result = await WeightPublisher(CONFIG, manager).publish(weights.items(), 14)
+    assert result.engines == ("engine1",)
+    assert "got status 500" in result.per_engine["engine0"].error
 
 
 async def test_an_engine_that_stops_reading_is_given_up_in_time(engines, config):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsync import _core
 from weightsync.errors import PlanMismatchError
+from weightsync.plan import SUM_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +63,9 @@ class Sender(Protocol):
     def error(self, receiver: int) -> str:
         """Why it failed; empty: it did not."""
 
+    def digest(self, receiver: int) -> int:
+        """What it gave to `verified`."""
+
     def was_touched(self, receiver: int) -> bool:
         """Whether it may have read a bucket; final after `abort`."""
 
@@ -75,8 +79,8 @@ class Receiver(Protocol):
     def release(self) -> None:
         """Gives it back."""
 
-    def verified(self) -> None:
-        """Tells the sender that all is complete."""
+    def verified(self, digest: int = 0) -> None:
+        """Tells the sender that all is complete, and a 64-bit sum of what it holds."""
 
     def fail(self, reason: str) -> None:
         """Tells the sender why not."""
@@ -99,7 +103,7 @@ def open_sender(
             num_receivers=num_receivers,
             fan_out=config.tcp.fan_out,
             num_buffers=num_buffers,
-            buffer_bytes=plan.largest_bucket,
+            buffer_bytes=plan.largest_size(config.verify_engine),
             with_checksums=config.checksums,
             stall_timeout_s=config.tcp.stall_timeout_s,
         )
@@ -114,7 +118,7 @@ def open_sender(
         epoch=epoch,
         num_receivers=num_receivers,
         num_buffers=num_buffers,
-        buffer_bytes=plan.largest_bucket,
+        buffer_bytes=plan.largest_size(config.verify_engine),
         with_checksums=config.checksums,
     )
     return ring, {"transport": "shm", "segment": ring.name}
@@ -147,15 +151,22 @@ def open_receiver(endpoint: Endpoint, epoch: int, index: int, timeout_s: float) 
 
 
 def send_bucket(
-    sender: Sender, plan: Plan, tensors: Sequence[torch.Tensor], index: int, timeout_s: float
+    sender: Sender,
+    plan: Plan,
+    tensors: Sequence[torch.Tensor],
+    index: int,
+    timeout_s: float,
+    sums: array.array[int] | None = None,
 ) -> None:
-    """Sends bucket `index` of all `tensors`; see Sender.send for how long they must not change."""
-    sender.send(
-        pieces_of(plan, tensors, index),
-        plan.label(index),
-        timeout_s,
-        _own(plan, tensors, index),
-    )
+    """Sends bucket `index` of all `tensors`; see Sender.send for how long they must not change.
+
+    `sums`: the XXH64 of each of its tensors, uint64, to be sent behind them.
+    """
+    pieces = pieces_of(plan, tensors, index)
+    if sums is not None:
+        address, count = sums.buffer_info()
+        pieces.extend((address, count * sums.itemsize, plan.sums_offset(index)))
+    sender.send(pieces, plan.label(index), timeout_s, (_own(plan, tensors, index), sums))
 
 
 def take_bucket(
@@ -181,7 +192,15 @@ def pieces_of(plan: Plan, tensors: Sequence[torch.Tensor], index: int) -> array.
     return pieces
 
 
-def tensors_of(plan: Plan, index: int, data: memoryview) -> list[tuple[str, torch.Tensor]]:
+def sums_of(plan: Plan, index: int, data: memoryview) -> list[int]:
+    """The XXH64 of each tensor of bucket `index`, as its sender found them."""
+    count = len(plan.buckets[index].offsets) * SUM_BYTES
+    return data[-count:].cast("Q").tolist()
+
+
+def tensors_of(
+    plan: Plan, index: int, data: memoryview, with_sums: bool = False
+) -> list[tuple[str, torch.Tensor]]:
     """Names and tensors of bucket `index`, which read `data` in place: valid until its release.
 
     Raises PlanMismatchError when the bucket has another size than planned.
@@ -189,7 +208,7 @@ def tensors_of(plan: Plan, index: int, data: memoryview) -> list[tuple[str, torc
     import torch
 
     bucket = plan.buckets[index]
-    _check_size(plan, index, data)
+    _check_size(plan, index, data, with_sums)
     specs = plan.tensors[bucket.first : bucket.first + len(bucket.offsets)]
     return [
         (
@@ -210,8 +229,8 @@ def _own(plan: Plan, tensors: Sequence[torch.Tensor], index: int) -> Sequence[to
     return tensors[bucket.first : bucket.first + len(bucket.offsets)]
 
 
-def _check_size(plan: Plan, index: int, data: memoryview) -> None:
-    wanted = plan.buckets[index].num_bytes
+def _check_size(plan: Plan, index: int, data: memoryview, with_sums: bool = False) -> None:
+    wanted = plan.bucket_size(index, with_sums)
     if len(data) != wanted:
         raise PlanMismatchError(
             f"bucket {index} ({plan.label(index)}) has {len(data)} bytes, wanted {wanted}"

@@ -40,6 +40,8 @@ class Target:
     url: str
     weight_version: int
     """What it serves until now; 0: nothing yet."""
+    tensor_parallel: int = 1
+    """Ranks that hold a share of the weights each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,9 @@ class EngineResult:
     """Whether its weights may have changed."""
     error: str
     duration_s: float
+    digest: int = 0
+    """Stands for every byte that it holds, as it found its parameters; equal for equal weights.
+    0: they were not read back."""
 
 
 class UpdatePath(Protocol):

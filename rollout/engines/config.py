@@ -33,6 +33,9 @@ class EngineConfig(BaseModel):
     num_engines: int = Field(default=1, ge=0)
     """Servers to run; 0 where no agent asks a model (the oracle and nop agents)."""
 
+    tensor_parallel: int = Field(default=1, ge=1, le=16)
+    """Ranks of one engine, a process and an accelerator each, that hold a share of every weight."""
+
     ports: tuple[int, ...] = ()
     """One port an engine, 0 chooses a free one at each start; empty: all chosen."""
 

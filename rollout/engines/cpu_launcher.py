@@ -10,6 +10,7 @@ process dies with the one that started it.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import os
 import signal
@@ -25,6 +26,8 @@ CPU_FLAGS = (
     "--skip-server-warmup",
     "--sleep-on-idle",
 )
+
+_RANK_CPUS = "SGLANG_CPU_OMP_THREADS_BIND"
 
 SEMAPHORE_PREFIX = "SWE_RL_SEMAPHORE_PREFIX"
 _PR_SET_PDEATHSIG = 1
@@ -50,10 +53,27 @@ def name_semaphores() -> None:
         current._config["semprefix"] = prefix  # there is no public setting
 
 
+def share_cpus(num_ranks: int, cpus: list[int]) -> str:
+    """CPUs of each tensor-parallel rank as SGLang reads them, `0,2|1,3`; ranks beyond the number of
+    CPUs share them.
+    """
+    shares = [cpus[rank::num_ranks] or [cpus[rank % len(cpus)]] for rank in range(num_ranks)]
+    return "|".join(",".join(map(str, share)) for share in shares)
+
+
+def _num_ranks(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--tp-size", type=int, default=1)
+    return int(parser.parse_known_args(arguments)[0].tp_size)
+
+
 def main(arguments: list[str]) -> None:
     """Runs the server until it is ended; `arguments` are SGLang's flags."""
     import runpy
 
+    # SGLang gives each rank a NUMA node by itself, and stops where there are fewer.
+    if (num_ranks := _num_ranks(arguments)) > 1:
+        os.environ.setdefault(_RANK_CPUS, share_cpus(num_ranks, sorted(os.sched_getaffinity(0))))
     sys.argv = ["sglang.launch_server", *CPU_FLAGS, *arguments]
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)
 

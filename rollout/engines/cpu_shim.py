@@ -16,6 +16,7 @@ import importlib.util
 import logging
 import os
 import platform
+import secrets
 import sys
 import tempfile
 import types
@@ -86,6 +87,12 @@ def plugin() -> None:
     HookRegistry.register(
         "sglang.srt.managers.load_snapshot.shm_path_for", _load_figures_path, HookType.REPLACE
     )
+    # So do the queues between tensor-parallel ranks: the pool knows its own by their name.
+    HookRegistry.register(
+        "sglang.srt.distributed.device_communicators.shm_broadcast.make_shm_name",
+        _shared_memory_name,
+        HookType.REPLACE,
+    )
     # SGLang's Qwen3-MoE model has an output head of its own even where the configuration ties
     # it to the embedding, and a file of tied weights has none: it would stay zero.
     HookRegistry.register(
@@ -105,6 +112,11 @@ def plugin() -> None:
 def _load_figures_path(ipc_name: str) -> str:
     name = "".join(c if c.isalnum() else "_" for c in os.path.basename(ipc_name))
     return os.path.join(tempfile.gettempdir(), f"loads_{name}")
+
+
+def _shared_memory_name(kind: str) -> str:
+    folder = os.path.basename(tempfile.gettempdir())
+    return f"sgl_shm_{folder}-{kind}-{secrets.token_hex(4)}"
 
 
 def _with_tied_head(

@@ -257,7 +257,7 @@ class EnginePool:
                 return runner.restart_reason if not process.ended.is_set() else ""
             if error := healthy.exception():
                 return str(error)
-            process.note_semaphores()
+            process.note_shared_memory()
             self._enter(runner, "stale")
             answered_s = self._clock()
             while not stop.done():

@@ -12,10 +12,11 @@ import pytest
 from pydantic import ValidationError
 
 from rollout.engines.config import EngineConfig
+from rollout.engines.cpu_launcher import share_cpus
 from rollout.engines.engine_process import (
     TemporaryFolder,
     engine_environment,
-    left_semaphores,
+    left_shared_memory,
     sweep_folders,
 )
 from rollout.engines.sglang_client import parse_metrics
@@ -139,18 +140,21 @@ def test_folders_of_killed_owners_are_swept():
         folder = TemporaryFolder()
         semaphore = f"/dev/shm/sem.{folder.path.name}-abc"  # as multiprocessing makes them
         open(semaphore, "w").close()
-        print(folder.path, semaphore, flush=True)
+        queue = f"/dev/shm/sgl_shm_{folder.path.name}-mq-1"  # as cpu_shim names them
+        open(queue, "w").close()
+        print(folder.path, semaphore, queue, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     command = [sys.executable, "-P", "-c", textwrap.dedent(script)]
     told = subprocess.run(command, capture_output=True, text=True).stdout.split()
-    left, semaphore = map(Path, told)
+    left, semaphore, queue = map(Path, told)
     assert left.is_dir()
     foreign = Path(f"/dev/shm/sem.mp-foreign{os.getpid()}")  # another program's; none maps it here
     foreign.touch()
     assert sweep_folders() >= 1
     assert not left.exists()
     assert not semaphore.exists()
+    assert not queue.exists()
     assert foreign.exists()
     foreign.unlink()
     assert mine.path.is_dir()
@@ -163,12 +167,12 @@ def test_semaphores_tell_whose_they_are():
     script = """
         import multiprocessing
         from rollout.engines.cpu_launcher import name_semaphores
-        from rollout.engines.engine_process import left_semaphores
+        from rollout.engines.engine_process import left_shared_memory
         from pathlib import Path
         def child(lock, folder):
             name_semaphores()
             more = multiprocessing.get_context("spawn").Lock()
-            assert len(left_semaphores(Path(folder))) == 2, left_semaphores(Path(folder))
+            assert len(left_shared_memory(Path(folder))) == 2, left_shared_memory(Path(folder))
         if __name__ == "__main__":
             import sys
             name_semaphores()
@@ -186,7 +190,7 @@ def test_semaphores_tell_whose_they_are():
     command = [sys.executable, str(program), str(folder.path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert not left_semaphores(folder.path)
+    assert not left_shared_memory(folder.path)
     folder.close()
 
 
@@ -200,6 +204,19 @@ def test_the_launcher_explains_itself_without_torch():
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "SGLang" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "cpus", "shares"),
+    [
+        (2, [0, 1], "0|1"),
+        (2, [0, 1, 4, 5], "0,4|1,5"),
+        (3, [2, 7], "2|7|2"),
+        (1, [0, 1], "0,1"),
+    ],
+)
+def test_ranks_share_the_cpus(num_ranks, cpus, shares):
+    assert share_cpus(num_ranks, cpus) == shares
 
 
 def test_metrics_that_are_missing_count_as_zero():

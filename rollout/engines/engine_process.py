@@ -2,7 +2,7 @@
 
 Owner: EnginePool. Invariants: the server and all it spawns form one process group, which dies
 with this process (the launcher asks the kernel for that) and is gone after `stop`; whatever
-it leaves on disk lies in its temporary folder, which `stop` removes, with the semaphores in
+it leaves on disk lies in its temporary folder, which `stop` removes, with what is in
 /dev/shm whose owner was killed before it could. A folder whose owner
 was killed is recognised by its free lock, and removed by the next `sweep_folders`.
 """
@@ -45,6 +45,7 @@ def engine_command(config: EngineConfig, port: int) -> list[str]:
         "--host=127.0.0.1",
         f"--port={port}",
         f"--dtype={config.dtype}",
+        f"--tp-size={config.tensor_parallel}",
         f"--context-length={config.context_length}",
         f"--max-total-tokens={config.max_total_tokens}",
         f"--max-running-requests={config.max_running_requests}",
@@ -103,7 +104,7 @@ def sweep_folders() -> int:
         try:
             with (path / "lock").open("r+") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for semaphore in left_semaphores(path):
+                for semaphore in left_shared_memory(path):
                     semaphore.unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)
                 num_removed += 1
@@ -127,7 +128,7 @@ class EngineProcess:
         self.ended = asyncio.Event()
         self._process = process
         self._folder = folder
-        self._semaphores: set[Path] = set()
+        self._shared_memory: set[Path] = set()
         self._waiter = asyncio.create_task(self._wait())
 
     @classmethod
@@ -171,7 +172,7 @@ class EngineProcess:
 
     async def stop(self, timeout_s: float) -> None:
         """Ends the whole group: SIGTERM, then SIGKILL after `timeout_s`. Safe to repeat."""
-        self.note_semaphores()
+        self.note_shared_memory()
         if timeout_s > 0 and not self.ended.is_set():
             self._signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
@@ -179,18 +180,18 @@ class EngineProcess:
         self._signal(signal.SIGKILL)
         await self._waiter
         await self._wait_for_group()
-        for path in self._semaphores | left_semaphores(self._folder.path):
+        for path in self._shared_memory | left_shared_memory(self._folder.path):
             path.unlink(missing_ok=True)
         self._folder.close()
 
-    def note_semaphores(self) -> None:
-        """Remembers the group's named semaphores, which outlive a SIGKILL."""
+    def note_shared_memory(self) -> None:
+        """Remembers the group's semaphores and queues of ranks, which outlive a SIGKILL."""
         for name in os.listdir("/proc"):
             with contextlib.suppress(ValueError, OSError):  # no process, or it ended meanwhile
                 if os.getpgid(int(name)) == self.pid:
                     maps = Path("/proc", name, "maps").read_text()
-                    self._semaphores.update(
-                        Path(path) for path in re.findall(r"/dev/shm/sem\.\S+", maps)
+                    self._shared_memory.update(
+                        Path(path) for path in re.findall(r"/dev/shm/(?:sem\.|sgl_shm_)\S+", maps)
                     )
 
     async def _wait(self) -> None:
@@ -212,10 +213,12 @@ class EngineProcess:
             await asyncio.sleep(0.02)
 
 
-def left_semaphores(folder: Path) -> set[Path]:
-    """Semaphores of multiprocessing that the engine with this folder left behind.
+def left_shared_memory(folder: Path) -> set[Path]:
+    """Semaphores of multiprocessing, and queues between ranks where cpu_shim names them, that the
+    engine with this folder left behind.
 
     Their name is the only sign of whose they are: any process of the machine may have some, and
     /proc shows only the processes of one's own namespace.
     """
-    return set(Path("/dev/shm").glob(f"sem.{folder.name}-*"))
+    places = (f"sem.{folder.name}-*", f"sgl_shm_{folder.name}-*")
+    return {path for place in places for path in Path("/dev/shm").glob(place)}

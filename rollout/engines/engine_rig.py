@@ -66,7 +66,10 @@ class WindowAdapter:
         reply = pb.OpenUpdateWindowReply(epoch=opened.epoch)
         for target in opened.targets:
             reply.targets.add(
-                engine=target.engine, url=target.url, weight_version=target.weight_version
+                engine=target.engine,
+                url=target.url,
+                weight_version=target.weight_version,
+                tensor_parallel=target.tensor_parallel,
             )
         return reply
 
@@ -128,9 +131,10 @@ class Rig:
         body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
         return await self.post("/generate", body)
 
-    async def checksums(self) -> dict[str, str]:
+    async def checksums(self, rank: int = 0) -> dict[str, str]:
+        """The engine's own, by parameter of a tensor-parallel rank."""
         answer = await self.post("/weights_checker", {"action": "checksum"})
-        return dict(answer["ranks"][0]["checksums"])
+        return dict(answer["ranks"][rank]["checksums"])
 
 
 def differences(
@@ -160,6 +164,8 @@ async def open_rig(
     transports: tuple[str, ...],
     model: Qwen3MoeConfig = CONFIG,
     bucket_bytes: int = 128 * 1024,
+    tensor_parallel: int = 1,
+    loader: str = "weightsync.sglang_loader.load",
 ) -> AsyncIterator[Rig]:
     """One engine, started, and a publisher for each transport.
 
@@ -175,12 +181,15 @@ async def open_rig(
         max_total_tokens=4096,
         max_running_requests=8,
         poll_interval_s=0.2,
+        tensor_parallel=tensor_parallel,
+        weight_loader=loader,
     )
     pool = EnginePool(config, tmp_path, tmp_path / "logs", time.monotonic)
     store = MemoryStore()
     windows = UpdateWindows(pool, store, config, time.monotonic)
     sync: dict[str, Any] = {
         "bucket_bytes": bucket_bytes,
+        "loader": loader,
         "disk": DiskConfig(directory=tmp_path / "updates"),
     }
     before = shared_memory()

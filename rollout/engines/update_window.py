@@ -58,6 +58,8 @@ class WindowTarget:
     url: str
     weight_version: int
     """What it served until now."""
+    tensor_parallel: int = 1
+    """Ranks, each of which receives for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,12 @@ class UpdateWindows:
             return OpenedWindow(
                 epoch=window.epoch,
                 targets=tuple(
-                    WindowTarget(name, self._pool.engines[name].url, window.old[name][1])
+                    WindowTarget(
+                        name,
+                        self._pool.engines[name].url,
+                        window.old[name][1],
+                        self._config.tensor_parallel,
+                    )
                     for name in begun
                 ),
             )

@@ -291,6 +291,7 @@ py::class_<Sender> BindSender(py::module_& m, const char* name) {
       .def("state", &Sender::receiver_state, py::arg("receiver"), Release())
       .def("error", &Sender::receiver_error, py::arg("receiver"), Release())
       .def("num_consumed", &Sender::num_consumed, py::arg("receiver"), Release())
+      .def("digest", &Sender::digest, py::arg("receiver"), Release())
       .def("was_touched", &Sender::was_touched, py::arg("receiver"), Release());
 }
 
@@ -301,7 +302,7 @@ py::class_<Receiver> BindReceiver(py::module_& m, const char* name) {
       // The view reads the receiver's memory, which ends with it.
       .def("next", &Next<Receiver>, py::arg("label"), py::arg("timeout_s"), py::keep_alive<0, 1>())
       .def("release", &Receiver::Release, Release())
-      .def("verified", &Receiver::Verified, Release())
+      .def("verified", &Receiver::Verified, py::arg("digest") = 0, Release())
       .def("fail", &Receiver::Fail, py::arg("reason"), Release());
 }
 

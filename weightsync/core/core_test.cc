@@ -119,7 +119,7 @@ TEST_F(RingTest, EveryReceiverGetsEveryBucketInOrder) {
       EXPECT_EQ(std::string(bucket.data, bucket.size), "bucket " + std::to_string(i));
       receiver->Release();
     }
-    receiver->Verified();
+    receiver->Verified(700 + index);
   };
   std::thread first(receive, 0), second(receive, 1);
   for (int i = 0; i < 100; ++i) ASSERT_TRUE(Send("bucket " + std::to_string(i)).ok());
@@ -128,6 +128,8 @@ TEST_F(RingTest, EveryReceiverGetsEveryBucketInOrder) {
   second.join();
   EXPECT_EQ(sender_->receiver_state(0), ReceiverState::kVerified);
   EXPECT_EQ(sender_->receiver_state(1), ReceiverState::kVerified);
+  EXPECT_EQ(sender_->digest(0), 700);
+  EXPECT_EQ(sender_->digest(1), 701);
 }
 
 TEST_F(RingTest, ALateReceiverIsLeftOutAndTheOthersGoOn) {

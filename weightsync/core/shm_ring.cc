@@ -27,7 +27,7 @@ namespace swe_rl::weightsync {
 
 // Shared between processes: fixed widths, no pointers.
 struct Header {
-  static constexpr uint64_t kMagic = 0x3230'5357'4C52'4557;  // "WERLWS02"
+  static constexpr uint64_t kMagic = 0x3330'5357'4C52'4557;  // "WERLWS03"
   struct Slot {
     uint64_t epoch;
     uint64_t sequence;
@@ -35,11 +35,12 @@ struct Header {
     uint64_t checksum;
   };
   struct alignas(64) Receiver {
+    std::atomic<uint64_t> digest;    // what a verified receiver holds
     std::atomic<uint64_t> taken;     // buckets that it began to read
     std::atomic<uint64_t> consumed;  // buckets that it released
     std::atomic<uint32_t> state;
     std::atomic<uint32_t> left_out;  // set by the sender alone, which then ignores the rest
-    char error[488];
+    char error[480];
   };
 
   std::atomic<uint64_t> magic;  // stored last by the sender
@@ -259,6 +260,11 @@ bool RingSender::was_touched(uint32_t index) const {
   return header_->receivers[index].taken.load(std::memory_order_seq_cst) > 0;
 }
 
+uint64_t RingSender::digest(uint32_t index) const {
+  if (header_ == nullptr || index >= header_->num_receivers) return 0;
+  return header_->receivers[index].digest.load(std::memory_order_acquire);
+}
+
 template <typename Done>
 void RingSender::WaitForEach(const Done& done, const std::string& what, double timeout_s) {
   const auto all_done = [&] {
@@ -410,7 +416,8 @@ void RingReceiver::Release() {
   Announce(header_);
 }
 
-void RingReceiver::Verified() {
+void RingReceiver::Verified(uint64_t digest) {
+  header_->receivers[index_].digest.store(digest, std::memory_order_release);
   header_->receivers[index_].state.store(static_cast<uint32_t>(ReceiverState::kVerified),
                                          std::memory_order_release);
   Announce(header_);

@@ -90,6 +90,8 @@ class RingSender {
   uint64_t num_consumed(uint32_t receiver) const;  // buckets that it released
   // Whether it may have read a bucket. If false after Abort, it never will.
   bool was_touched(uint32_t receiver) const;
+  // What it gave to Verified; 0 until then.
+  uint64_t digest(uint32_t receiver) const;
 
  private:
   RingSender() = default;
@@ -114,8 +116,8 @@ class RingReceiver {
   Status Next(const std::string& label, double timeout_s, Bucket* bucket);
   // Gives the bucket of the last Next back.
   void Release();
-  // Tells the sender that everything arrived and is complete.
-  void Verified();
+  // Tells the sender that everything arrived and is complete, and a digest of it.
+  void Verified(uint64_t digest = 0);
   // Tells the sender why this receiver gives up.
   void Fail(const std::string& reason);
 

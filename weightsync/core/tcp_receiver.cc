@@ -304,9 +304,9 @@ void TcpReceiver::Release() {
   state_->window.changed.notify_all();
 }
 
-void TcpReceiver::Verified() {
+void TcpReceiver::Verified(uint64_t digest) {
   std::unique_lock lock(state_->window.mutex);
-  static_cast<void>(WriteMessage(state_->control.get(), MessageType::kVerified));
+  static_cast<void>(WriteMessage(state_->control.get(), MessageType::kVerified, digest));
   // Children that are not through by then take the rest from the sender.
   state_->window.changed.wait_until(lock, After(state_->stall_timeout_s), [&] {
     return state_->window.ended ||

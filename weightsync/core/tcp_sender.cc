@@ -15,6 +15,7 @@ struct TcpSender::State {
     ReceiverState state = ReceiverState::kAbsent;
     bool is_left_out = false;
     bool is_touched = false;
+    uint64_t digest = 0;
     uint64_t consumed = 0;
     std::string error;
     std::string host;
@@ -146,6 +147,7 @@ struct TcpSender::State {
         break;
       case MessageType::kVerified:
         if (!peer->is_left_out) peer->state = ReceiverState::kVerified;
+        peer->digest = message.value;
         break;
       case MessageType::kFailed:
         if (!peer->is_left_out) peer->error = text;
@@ -308,6 +310,11 @@ uint64_t TcpSender::num_consumed(uint32_t index) const {
 bool TcpSender::was_touched(uint32_t index) const {
   const std::lock_guard lock(state_->window.mutex);
   return index >= state_->peers.size() || state_->peers[index].is_touched;
+}
+
+uint64_t TcpSender::digest(uint32_t index) const {
+  const std::lock_guard lock(state_->window.mutex);
+  return index < state_->peers.size() ? state_->peers[index].digest : 0;
 }
 
 uint64_t TcpSender::num_bytes_sent() const { return state_->num_bytes_sent; }

@@ -64,6 +64,7 @@ class TcpSender {
   std::string receiver_error(uint32_t receiver) const;
   uint64_t num_consumed(uint32_t receiver) const;
   bool was_touched(uint32_t receiver) const;
+  uint64_t digest(uint32_t receiver) const;
   // Payload bytes that left this process, over all connections.
   uint64_t num_bytes_sent() const;
 
@@ -85,7 +86,7 @@ class TcpReceiver {
   // As RingReceiver's. Verified waits until those that it passes bytes to have them all.
   Status Next(const std::string& label, double timeout_s, Bucket* bucket);
   void Release();
-  void Verified();
+  void Verified(uint64_t digest = 0);
   void Fail(const std::string& reason);
 
  private:

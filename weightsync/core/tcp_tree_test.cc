@@ -75,7 +75,7 @@ class TcpTreeTest : public testing::Test {
     return std::async(std::launch::async, [this, index, num] {
       const auto receiver = Attach(index);
       const bool is_right = receiver != nullptr && Take(receiver.get(), 0, num);
-      if (is_right) receiver->Verified();
+      if (is_right) receiver->Verified(700 + index);
       return is_right;
     });
   }
@@ -100,6 +100,7 @@ TEST_F(TcpTreeTest, EveryReceiverGetsEveryBucketAndTheSenderSendsFanOutTimes) {
     for (uint32_t i = 0; i < 5; ++i) {
       EXPECT_EQ(sender_->receiver_state(i), ReceiverState::kVerified) << sender_->receiver_error(i);
       EXPECT_TRUE(sender_->was_touched(i));
+      EXPECT_EQ(sender_->digest(i), 700 + i);
     }
     EXPECT_EQ(sender_->num_bytes_sent(), fan_out * kNum * kBucketBytes);
   }

@@ -46,8 +46,8 @@ enum class MessageType : uint32_t {
   // Receiver to sender.
   kTake,      // about to hand out its first bucket
   kConsumed,  // value: buckets that it released
-  kVerified,
-  kFailed,  // text: why
+  kVerified,  // value: the digest of what it holds
+  kFailed,    // text: why
   // Sender to receiver.
   kParent,    // value and text: port and host to fetch from; port 0 is the sender
   kGo,        // its kTake was noted
