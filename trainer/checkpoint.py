@@ -5,7 +5,8 @@
 Tensors are in megatron's `torch_dist` format, which another grid can load. A checkpoint is
 written to a hidden folder, synced, given its manifest, and renamed. The manifest holds the
 SHA-256 of every file; a load verifies it and, when it does not match, says so and takes the
-checkpoint before. Owner: the trainer process; only one writes to a folder.
+checkpoint before. Owner: the trainer; only one writes to a folder. Of several ranks all take part in
+a save and a load, the first alone names, seals and deletes, and all need to see the folder.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import logging
 import os
 import queue
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -29,6 +32,7 @@ from trainer.errors import BadRequestError, CorruptCheckpointError
 from trainer.step import Learner
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 _MANIFEST = "manifest.json"
 _SHARDING = "fully_reshardable"
 
@@ -72,23 +76,25 @@ class CheckpointStore:
 
     def save(self, learner: Learner, progress: Progress) -> Path:
         """Writes a checkpoint; it is durable when this returns. Then deletes the oldest."""
-        existing = self.paths()
-        index = int(existing[-1].name.split("-")[0]) + 1 if existing else 1
-        path = self._folder / f"{index:06d}-{progress.stage or 'start'}-{progress.stage_step}"
+        path = self._folder / _from_first(lambda: self._next_name(progress))
         partial = self._folder / f".partial-{path.name}"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
+        _from_first(lambda: _empty(partial))
         with_optimizer = _has_state(learner)
         dist_checkpointing.save(
             _state(learner, loading=False, with_optimizer=with_optimizer),
             str(partial),
             content_metadata={"distrib_optim_sharding_type": _SHARDING},
         )
-        _write_manifest(partial, progress, with_optimizer)
-        partial.rename(path)
-        _sync(self._folder)
-        for old in self._superseded():
-            shutil.rmtree(old)
+        dist.barrier()  # every rank's files are there
+
+        def seal() -> None:
+            _write_manifest(partial, progress, with_optimizer)
+            partial.rename(path)
+            _sync(self._folder)
+            for old in self._superseded():
+                shutil.rmtree(old)
+
+        _from_first(seal)
         return path
 
     def find(self, name: str) -> Checkpoint:
@@ -97,12 +103,16 @@ class CheckpointStore:
 
     def latest(self) -> Checkpoint | None:
         """Returns the newest checkpoint that verifies, or None. Logs those that do not."""
-        for path in reversed(self.paths()):
-            try:
-                return verify(path)
-            except CorruptCheckpointError as error:
-                _log.error("checkpoint refused, the one before is used: %s", error)
-        return None
+
+        def newest() -> Checkpoint | None:
+            for path in reversed(self.paths()):
+                try:
+                    return verify(path)
+                except CorruptCheckpointError as error:
+                    _log.error("checkpoint refused, the one before is used: %s", error)
+            return None
+
+        return _from_first(newest)
 
     def progress_of_newest(self) -> list[Progress]:
         """Progress of the newest `kept`, oldest first, from manifests alone.
@@ -110,6 +120,11 @@ class CheckpointStore:
         A stage's end beyond those is there to be replayed, not to be resumed from.
         """
         return [p for path in self.paths()[-self._kept :] if (p := _progress(path)) is not None]
+
+    def _next_name(self, progress: Progress) -> str:
+        existing = self.paths()
+        index = int(existing[-1].name.split("-")[0]) + 1 if existing else 1
+        return f"{index:06d}-{progress.stage or 'start'}-{progress.stage_step}"
 
     def _superseded(self) -> list[Path]:
         """Checkpoints that nothing needs any more."""
@@ -179,6 +194,31 @@ def verify(path: Path) -> Checkpoint:
     return checkpoint
 
 
+def _from_first(work: Callable[[], _T]) -> _T:
+    """What `work` returns on the first rank, on every rank; it runs there alone.
+
+    Raises on every rank what it raises there.
+    """
+    if dist.get_world_size() == 1:
+        return work()
+    said: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            said[0] = work()
+        except Exception as error:  # noqa: BLE001 - raised again below, on every rank
+            said[1] = error
+    dist.broadcast_object_list(said, 0)
+    if said[1] is not None:
+        raise said[1]
+    result: _T = said[0]
+    return result
+
+
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+
+
 def _optimizers(learner: Learner) -> list[Any]:
     return list(getattr(learner.optimizer, "chained_optimizers", [learner.optimizer]))
 
@@ -220,12 +260,37 @@ def _load(learner: Learner, checkpoint: Checkpoint, with_optimizer: bool) -> Non
     torch.set_rng_state(loaded["random"]["torch"])
     if not with_optimizer:
         return
-    learner.optimizer.load_state_dict(loaded["optimizer"])
+    learner.optimizer.load_state_dict(_fitted(learner, loaded["optimizer"]))
     for optimizer in _optimizers(learner):
         for state in optimizer.optimizer.state.values():
             # Loading makes all parameters share one step tensor, and AdamW would then count a
             # step for each parameter.
             state["step"] = state["step"].clone()
+
+
+def _fitted(learner: Learner, loaded: dict[Any, Any]) -> dict[Any, Any]:
+    """Loaded optimizer state in the nesting that this grid's optimizer wants.
+
+    Tensors are found by parameter on any grid. The rest lies in one dictionary, or, where experts
+    have an optimizer of their own, in one for each; another grid may have the other form. What is
+    state in it is the count of steps: rates and decays are set anew by the stage.
+    """
+    optimizers = _optimizers(learner)
+    was_one, is_one = "optimizer" in loaded, len(optimizers) == 1
+    if was_one == is_one:
+        return loaded
+    saved = loaded if was_one else loaded[0]
+    (step,) = {group["step"] for group in saved["optimizer"]["param_groups"]}
+    parts = []
+    for index, optimizer in enumerate(optimizers):
+        own = optimizer.state_dict()["optimizer"]
+        groups = [{**group, "step": step} for group in own["param_groups"]]
+        tensors = {
+            k: v for k, v in (loaded if is_one else loaded[index]).items() if k not in (0, 1)
+        }
+        other = {k: v for k, v in saved.items() if isinstance(k, str) and k != "param_state"}
+        parts.append({**other, **tensors, "optimizer": {**own, "param_groups": groups}})
+    return parts[0] if is_one else dict(enumerate(parts))
 
 
 def _keep_adam_step() -> None:

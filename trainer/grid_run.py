@@ -5,7 +5,8 @@
 
 Every grid trains the same global batches. Rank 0 prints JSON: `losses`, `grad_norms` and `entropies`
 by step, and whether the export before the first step was exactly what was loaded; it writes the
-weights after the last step to --out.
+weights after the last step to --out. With --save a checkpoint follows the last step; with --resume
+steps go on after the newest checkpoint there.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model-dir", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--num-steps", type=int, default=3)
+    parser.add_argument("--num-steps", type=int, default=3, help="counted from the very first")
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--resume", type=Path)
     parser.add_argument("--lr", type=float, default=1e-3)
     for name in ("tensor", "pipeline", "expert"):
         parser.add_argument(f"--{name}-parallel", type=int, default=1)
@@ -75,6 +78,8 @@ def main() -> None:
     from megatron.core import parallel_state
     from safetensors.torch import load_file, save_file
 
+    from trainer import checkpoint as checkpoints
+    from trainer.checkpoint import CheckpointStore, Progress
     from trainer.model import Policy
     from trainer.step import Learner
 
@@ -93,9 +98,20 @@ def main() -> None:
         torch.equal(exported[name], loaded[name]) for name in loaded
     )
     learner = Learner(policy, 16)
-    learner.begin_stage(OptimConfig(lr=arguments.lr, warmup_steps=0), arguments.num_steps, 0.0)
+    learner.begin_stage(
+        OptimConfig(lr=arguments.lr, warmup_steps=0, final_lr_fraction=1.0),
+        arguments.num_steps,
+        0.0,
+    )
+    completed = 0
+    if arguments.resume is not None:
+        checkpoint = CheckpointStore(arguments.resume, kept=1).latest()
+        assert checkpoint is not None
+        checkpoints.load_model(learner, checkpoint)
+        checkpoints.load_all(learner, checkpoint)
+        completed = checkpoint.progress.stage_step
     updates = []
-    for step in range(1, arguments.num_steps + 1):
+    for step in range(completed + 1, arguments.num_steps + 1):
         sequences = global_batch(step)
         micros = batching.make_micro_batches(
             sequences,
@@ -116,6 +132,10 @@ def main() -> None:
 
         loss_of = functools.partial(objective, advantage, num_tokens)
         updates.append(learner.update(own, loss_of, step, with_entropy=True))
+    if arguments.save is not None:
+        CheckpointStore(arguments.save, kept=1).save(
+            learner, Progress("grid", stage_step=arguments.num_steps)
+        )
     final = {n: t.clone().contiguous() for n, t in policy.export_named_tensors()}
     if dist.get_rank() == 0:
         save_file(final, arguments.out)

@@ -114,3 +114,33 @@ def test_thirty_steps_give_the_same_curve_bit_for_bit_and_the_committed_one(
     for figure, values in curve.items():
         assert getattr(first, figure) == pytest.approx(values, abs=1e-6), figure
     assert len(curve["losses"]) == 30
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """The checkpoint of two tensor-parallel ranks after three steps."""
+    folder = tmp_path_factory.mktemp("saved")
+    train(folder, model, 2, ["--tensor-parallel=2", f"--save={folder / 'checkpoints'}"])
+    return folder / "checkpoints"
+
+
+@pytest.fixture(scope="module")
+def five_alone(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Trained:
+    return train(tmp_path_factory.mktemp("five"), model, 1, ["--num-steps=5"])
+
+
+@pytest.mark.parametrize("grid", ["one", "tp2", "ep2", "pp2"])
+def test_another_grid_goes_on_with_the_next_step(
+    tmp_path: Path, model: Path, saved: Path, five_alone: Trained, grid: str
+) -> None:
+    num_ranks, arguments = (1, []) if grid == "one" else GRIDS[grid]
+    arguments = [*arguments, "--num-steps=5", f"--resume={saved}"]
+    resumed = train(tmp_path, model, num_ranks, arguments)
+    # The next step shows the weights, the one after it the optimizer's state.
+    assert resumed.losses == pytest.approx(five_alone.losses[3:], abs=_TOLERANCE)
+    assert resumed.grad_norms == pytest.approx(five_alone.grad_norms[3:], abs=_TOLERANCE)
+    largest = max(
+        float((resumed.weights[name] - five_alone.weights[name]).abs().max())
+        for name in five_alone.weights
+    )
+    assert largest <= _WEIGHT_TOLERANCE
