@@ -82,6 +82,8 @@ class CountingPublisher:
         self, named_tensors: Iterable[tuple[str, Any]], weight_version: int
     ) -> PublishResult:
         """Takes note of the version."""
+        for _ in named_tensors:  # other ranks gather with this one
+            pass
         return Unsent(weight_version)
 
 
@@ -202,8 +204,11 @@ class ManagerLink:
 
         return self._start(ask())
 
-    def publish(self, named_tensors: list[tuple[str, Any]], weight_version: int) -> PublishResult:
-        """Publishes weights once; the tensors must not change until this returns.
+    def publish(
+        self, named_tensors: Iterable[tuple[str, Any]], weight_version: int
+    ) -> PublishResult:
+        """Publishes weights once; the tensors must not change until this returns, and an iterator
+        is run in another thread meanwhile.
 
         Raises:
           PublishFailedError: no engine serves the version; the number must not be used again.

@@ -390,7 +390,7 @@ class StageRunner:
         # A version is never used twice, even when its window failed.
         self._advance(weight_version=self._progress.weight_version + 1)
         self._versions.add(self._progress.weight_version, self.learner.num_updates)
-        tensors = list(self.learner.policy.export_named_tensors())
+        tensors = self.learner.policy.export_named_tensors()
         result = self._link.publish(tensors, self._progress.weight_version)
         self._published_updates = self.learner.num_updates
         return result

@@ -51,7 +51,7 @@ class DiskPath:
         """Writes the folder. Raises OSError when the disk does not take it."""
         name = f"{FOLDER_PREFIX}{update.weight_version}_{secrets.token_hex(8)}"
         self._folder = self._directory / name
-        await asyncio.to_thread(write_folder, with_head(update), self._folder)
+        await asyncio.to_thread(write_folder, update, self._folder)
 
     async def send(
         self,
@@ -98,7 +98,7 @@ class DiskPath:
 
 
 def write_folder(update: Update, folder: Path) -> None:
-    """Writes one file a bucket; `folder` exists whole or not at all.
+    """Writes one file a bucket, a tied head too; `folder` exists whole or not at all.
 
     Raises OSError.
     """
@@ -107,16 +107,17 @@ def write_folder(update: Update, folder: Path) -> None:
 
     unfinished = _unfinished(folder)
     unfinished.mkdir(parents=True)
-    plan = update.plan
+    update = with_head(update)
+    plan, tensors = update.plan, update.source.whole()
     for index, bucket in enumerate(plan.buckets):
         path = unfinished / f"bucket-{index:05}.safetensors"
-        tensors = {
+        own = {
             # A file's tensors must not share memory, and a tied head does.
-            plan.tensors[place].name: update.tensors[place].clone()
+            plan.tensors[place].name: tensors[place].clone()
             for place in range(bucket.first, bucket.first + len(bucket.offsets))
         }
         try:
-            save_file(tensors, path, metadata={"format": "pt"})
+            save_file(own, path, metadata={"format": "pt"})
         except SafetensorError as error:  # its own class also for a full disk
             raise OSError(f"{path}: {error}") from error
         with path.open("rb") as written:

@@ -3,7 +3,7 @@
 The trainer is rank 0 of a group of its own with every rank of every engine. For each bucket the
 engines are called with its names, and the trainer broadcasts its bytes (`flattened_bucket`). Flow:
 
-    once a set of engines: forget an older group -> count ranks -> all join at once
+    once a set of engines: forget an older group -> all ranks join at once
     a bucket: call every engine -> broadcast -> every engine answers    (the next is packed meanwhile)
 
 The group is used again as long as every engine serves what it was last given through it: one that
@@ -53,7 +53,8 @@ class DistributedPath:
         self._group: UpdateGroup | None = None
 
     async def prepare(self, update: Update) -> None:
-        """Nothing."""
+        """Gathers all tensors: the head, say, may be needed twice."""
+        await asyncio.to_thread(update.source.whole)
 
     async def send(
         self,
@@ -222,8 +223,4 @@ class DistributedPath:
         if answer.error and answer.status != _BAD_REQUEST:  # that one: it had none
             row.error = answer.error
             return 0
-        answer = await calls.get(row.target, "/server_info", timeout_s)
-        if answer.error:
-            row.error = answer.error
-            return 0
-        return int(answer.body.get("tp_size", 1))
+        return row.target.tensor_parallel

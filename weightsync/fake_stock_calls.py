@@ -46,10 +46,7 @@ class StockCalls:
             "/update_weights_from_distributed": self._distributed,
             "/update_weights_from_disk": self._disk,
         }
-        return [
-            web.get("/server_info", self._info),
-            *(web.post(path, self._handler(call)) for path, call in calls.items()),
-        ]
+        return [web.post(path, self._handler(call)) for path, call in calls.items()]
 
     def _handler(self, call: Callable[[Order], None]) -> Any:
         async def handle(request: web.Request) -> web.Response:
@@ -62,9 +59,6 @@ class StockCalls:
             return web.json_response({"success": True})
 
         return handle
-
-    async def _info(self, _request: web.Request) -> web.Response:
-        return web.json_response({"tp_size": 1})
 
     def _init(self, order: Order) -> None:
         name, rank = order["group_name"], order["rank_offset"]

@@ -28,13 +28,14 @@ from weightsync import _core
 from weightsync.config import WeightSyncConfig
 from weightsync.descriptor import TENSOR_NAME, Descriptor
 from weightsync.errors import PeerLostError
-from weightsync.plan import Plan
-from weightsync.transports import SEGMENT_PREFIX, Sender, open_sender, send_bucket
+from weightsync.transports import SEGMENT_PREFIX, Sender, open_sender, send_own
 from weightsync.update_path import EngineResult, Target, Update
 from weightsync.weight_digest import WeightDigest, tensor_checksum
 
 if TYPE_CHECKING:
     import torch
+
+    from weightsync.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class LoaderPath:
             for target, own in zip(targets, ranks, strict=True)
         ]
         try:
-            digest = await asyncio.to_thread(self._pack, sender, plan, update.tensors)
+            digest = await asyncio.to_thread(self._pack, sender, update)
             # An engine whose loaders are through answers at once.
             await asyncio.wait(calls, timeout=self._config.attach_timeout_s)
         except PeerLostError as error:  # every receiver is out; each one's reason is in the ring
@@ -119,29 +120,31 @@ class LoaderPath:
         if digest is not None:
             logger.info("window %d: sent %d bytes of digest %016x", epoch, plan.total_bytes, digest)
 
-    def _pack(self, sender: Sender, plan: Plan, tensors: Sequence[torch.Tensor]) -> int:
+    def _pack(self, sender: Sender, update: Update) -> int:
         """Sends every bucket, then waits for the receivers' word; returns the digest of what was
         sent, 0 if engines are not verified. Runs in a thread.
         """
         digest = WeightDigest()
+        plan = update.plan
         for index in range(len(plan.buckets)):
-            sums = self._sums(plan, tensors, index, digest) if self._config.verify_engine else None
+            own = update.source.bucket(index)
+            sums = self._sums(plan, own, index, digest) if self._config.verify_engine else None
             # The first wait also covers the engine's way to its loader.
             extra_s = self._config.attach_timeout_s if index < self._config.num_buffers + 1 else 0
             timeout_s = self._config.bucket_timeout_s + extra_s
-            send_bucket(sender, plan, tensors, index, timeout_s, sums)
+            send_own(sender, plan, own, index, timeout_s, sums)
         sender.finish(self._config.verify_timeout_s + self._config.attach_timeout_s)
         return digest.value
 
     @staticmethod
     def _sums(
-        plan: Plan, tensors: Sequence[torch.Tensor], index: int, digest: WeightDigest
+        plan: Plan, own: Sequence[torch.Tensor], index: int, digest: WeightDigest
     ) -> array.array[int]:
         """The sum of each tensor of a bucket, made before packing; also added to `digest`."""
         first = plan.buckets[index].first
         sums = array.array("Q")
-        for place in range(len(plan.buckets[index].offsets)):
-            sums.append(tensor_checksum(tensors[first + place]))
+        for place, tensor in enumerate(own):
+            sums.append(tensor_checksum(tensor))
             digest.add(plan.tensors[first + place].name, sums[-1])
         return sums
 

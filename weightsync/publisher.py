@@ -7,25 +7,28 @@ Purpose: one call after an optimizer step. Owner: the trainer's rank 0. Flow:
          -> CloseUpdateWindow with what became of each engine (manager commits and resumes)
          -> path.finish
 
-Invariants: tensors must not change until `publish` returned; one engine's failure never stops
+Invariants: tensors, and what an iterator gathers them from, must not change until `publish`
+returned: no optimizer step before; one engine's failure never stops
 the others; the window is closed on every path on which this process lives (the manager's own
 deadline covers the rest).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from proto import rollout_pb2 as pb
 from weightsync.config import WeightSyncConfig
 from weightsync.disk_path import DiskPath, sweep_folders
-from weightsync.errors import PublishError
+from weightsync.errors import PlanMismatchError, PublishError, TransferTimeoutError
 from weightsync.loader_path import LoaderPath, sweep_segments
-from weightsync.plan import TensorSpec, make_plan
+from weightsync.plan import Plan, make_plan
+from weightsync.tensor_source import Gathered, Gathering, gather_all, spec_of
 from weightsync.update_path import EngineResult, Target, Update, UpdatePath
 
 if TYPE_CHECKING:
@@ -93,33 +96,42 @@ class WeightPublisher:
         self._config = config
         self._client = rollout_client
         self._path = open_path(config)
+        self._known: Plan | None = None
 
     async def publish(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], weight_version: int
     ) -> PublishResult:
         """Publishes CPU tensors by Hugging Face name.
 
+        Args: an iterator is gathered a bucket ahead of the sending, in a thread, where the plan is
+          known from the publication before; the first time, and for a collection, all tensors are in
+          memory before engines are paused.
+
         Raises ValueError for tensors that cannot be planned, PublishError when no engine took
-        them or the disk did not, and what the rollout client raises when the window cannot be opened or closed.
+        them, the disk did not, or they changed since the plan was made, and what the rollout client
+        raises when the window cannot be opened or closed.
         """
         started_s = time.monotonic()
-        update = self._plan(named_tensors, weight_version)
+        update = await self._update(named_tensors, weight_version)
+        # Until an engine has taken it, nobody knows whether the plan is right.
+        self._known = None
         try:
-            try:
-                await self._path.prepare(update)
-            except OSError as error:
-                raise PublishError(
-                    f"weight_version {weight_version} was sent to nobody: {error}"
-                ) from error
+            await self._path.prepare(update)
             epoch, results, closed = await self._run_window(update)
+        except (OSError, PlanMismatchError, TransferTimeoutError) as error:
+            raise PublishError(
+                f"weight_version {weight_version} could not be sent: {error}"
+            ) from error
         finally:
             await self._path.finish()
+            await asyncio.to_thread(update.source.close)
         serving = tuple(closed.engines_serving)
         if not serving:
             raise PublishError(
                 f"weight_version {weight_version} (window {epoch}) reached no engine: "
                 + "; ".join(f"{r.engine}: {r.error or 'failed to commit'}" for r in results)
             )
+        self._known = update.plan
         return PublishResult(
             weight_version=weight_version,
             num_bytes=update.plan.total_bytes,
@@ -133,18 +145,16 @@ class WeightPublisher:
         """Removes what is kept between publications."""
         await self._path.close()
 
-    def _plan(
+    async def _update(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], weight_version: int
     ) -> Update:
-        tensors = {name: tensor.detach().contiguous() for name, tensor in named_tensors}
-        plan = make_plan(
-            [
-                TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."))
-                for name, t in tensors.items()
-            ],
-            self._config.bucket_bytes,
-        )
-        return Update(plan, list(tensors.values()), weight_version)
+        if self._known is not None and isinstance(named_tensors, Iterator):
+            source = Gathering(self._known, named_tensors, self._config.bucket_timeout_s)
+            return Update(self._known, source, weight_version)
+        tensors = await asyncio.to_thread(gather_all, named_tensors)
+        specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+        plan = make_plan(specs, self._config.bucket_bytes)
+        return Update(plan, Gathered(plan, list(tensors.values())), weight_version)
 
     async def _run_window(
         self, update: Update

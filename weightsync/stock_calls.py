@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 
 from weightsync.plan import TensorSpec, make_plan
+from weightsync.tensor_source import Gathered
 from weightsync.update_path import EngineResult, Target, Update
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -28,7 +29,6 @@ class Answer:
     """Of HTTP; 0: none came."""
     error: str
     """Empty: the engine did what it was asked."""
-    body: Mapping[str, Any]
     was_sent: bool = True
     """False: no connection came about, so that the engine knows nothing of the call."""
 
@@ -59,38 +59,29 @@ class EngineCalls:
         self, target: Target, path: str, body: Mapping[str, Any], timeout_s: float
     ) -> Answer:
         """One call; never raises for what an engine or the network does."""
-        return await self._call("POST", target.url + path, body, timeout_s)
-
-    async def get(self, target: Target, path: str, timeout_s: float) -> Answer:
-        """One call; never raises for what an engine or the network does."""
-        return await self._call("GET", target.url + path, None, timeout_s)
+        url = target.url + path
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self.session.post(url, json=body, timeout=timeout) as response:
+                text = await response.text()
+                if response.status != 200:
+                    error = f"{url}: got status {response.status}, wanted 200: {text[:300]}"
+                    return Answer(response.status, error)
+                return Answer(200, "")
+        except TimeoutError:
+            return Answer(0, f"{url}: no answer in {timeout_s} s")
+        except aiohttp.ClientConnectorError as failure:
+            return Answer(0, f"{url}: {type(failure).__name__}: {failure}", was_sent=False)
+        except (aiohttp.ClientError, OSError) as failure:
+            return Answer(0, f"{url}: {type(failure).__name__}: {failure}")
 
     async def close(self) -> None:
         """Ends every connection."""
         await self.session.close()
 
-    async def _call(
-        self, method: str, url: str, body: Mapping[str, Any] | None, timeout_s: float
-    ) -> Answer:
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        try:
-            async with self.session.request(method, url, json=body, timeout=timeout) as response:
-                text = await response.text()
-                if response.status != 200:
-                    error = f"{url}: got status {response.status}, wanted 200: {text[:300]}"
-                    return Answer(response.status, error, {})
-                found = await response.json(content_type=None)
-                return Answer(200, "", found if isinstance(found, dict) else {})
-        except TimeoutError:
-            return Answer(0, f"{url}: no answer in {timeout_s} s", {})
-        except aiohttp.ClientConnectorError as failure:
-            return Answer(0, f"{url}: {type(failure).__name__}: {failure}", {}, was_sent=False)
-        except (aiohttp.ClientError, OSError, ValueError) as failure:
-            return Answer(0, f"{url}: {type(failure).__name__}: {failure}", {})
-
 
 def with_head(update: Update) -> Update:
-    """The update with an output head, where the sender's is tied to the embedding.
+    """The update with an output head, where the sender's is tied to the embedding; may block.
 
     SGLang's Qwen3-MoE model has a head of its own even where the configuration ties the two, and
     would leave it at zero; models that tie them by themselves skip the name.
@@ -102,4 +93,5 @@ def with_head(update: Update) -> Update:
     embedding = update.plan.tensors[place]
     head = TensorSpec(HEAD, embedding.shape, embedding.dtype)
     plan = make_plan([*update.plan.tensors, head], update.plan.bucket_bytes)
-    return Update(plan, [*update.tensors, update.tensors[place]], update.weight_version)
+    tensors = update.source.whole()
+    return Update(plan, Gathered(plan, [*tensors, tensors[place]]), update.weight_version)

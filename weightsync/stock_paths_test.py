@@ -20,6 +20,7 @@ from weightsync.fake_engine import make_weights
 from weightsync.plan import TensorSpec, make_plan
 from weightsync.publisher import WeightPublisher
 from weightsync.stock_calls import with_head
+from weightsync.tensor_source import Gathered
 from weightsync.testbed import Engine, Manager, digests
 from weightsync.update_group import flat_order
 from weightsync.update_path import Update
@@ -202,7 +203,7 @@ async def test_a_disk_that_takes_nothing_opens_no_window(settings, tmp_path):
     config = settings.model_copy(update={"transport": "disk"})
     config.disk.directory.write_text("a file, where a folder is wanted")
     manager = Manager([])
-    with pytest.raises(errors.PublishError, match="was sent to nobody"):
+    with pytest.raises(errors.PublishError, match="could not be sent"):
         await publish(WeightPublisher(config, manager), 1)
     assert manager.epoch == 0
 
@@ -223,12 +224,12 @@ def test_settings_that_cannot_work_are_refused(setting, says):
 def test_a_tied_head_is_sent_as_the_embedding():
     embedding = torch.arange(6.0).view(3, 2)
     plan = make_plan([TensorSpec("model.embed_tokens.weight", (3, 2), "float32")], 100)
-    update = with_head(Update(plan, [embedding], 1))
+    update = with_head(Update(plan, Gathered(plan, [embedding]), 1))
     assert [t.name for t in update.plan.tensors][1:] == ["lm_head.weight"]
-    assert update.tensors[1] is embedding
+    assert update.source.whole()[1] is embedding
     assert with_head(update) is update
 
 
 def test_wide_elements_come_first_so_that_all_are_aligned():
     plan = make_plan([TensorSpec("a", (3,), "bfloat16"), TensorSpec("b", (2,), "float32")], 1000)
-    assert flat_order(Update(plan, [], 1), 0) == [1, 0]
+    assert flat_order(Update(plan, Gathered(plan, []), 1), 0) == [1, 0]

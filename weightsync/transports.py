@@ -162,11 +162,23 @@ def send_bucket(
 
     `sums`: the XXH64 of each of its tensors, uint64, to be sent behind them.
     """
-    pieces = pieces_of(plan, tensors, index)
+    send_own(sender, plan, _own(plan, tensors, index), index, timeout_s, sums)
+
+
+def send_own(
+    sender: Sender,
+    plan: Plan,
+    own: Sequence[torch.Tensor],
+    index: int,
+    timeout_s: float,
+    sums: array.array[int] | None = None,
+) -> None:
+    """As send_bucket, of the bucket's `own` tensors."""
+    pieces = _pieces(plan, own, index)
     if sums is not None:
         address, count = sums.buffer_info()
         pieces.extend((address, count * sums.itemsize, plan.sums_offset(index)))
-    sender.send(pieces, plan.label(index), timeout_s, (_own(plan, tensors, index), sums))
+    sender.send(pieces, plan.label(index), timeout_s, (own, sums))
 
 
 def take_bucket(
@@ -184,7 +196,10 @@ def take_bucket(
 
 def pieces_of(plan: Plan, tensors: Sequence[torch.Tensor], index: int) -> array.array[int]:
     """Flat (address, bytes, offset) triples of the tensors of a bucket, as the core takes them."""
-    own = _own(plan, tensors, index)
+    return _pieces(plan, _own(plan, tensors, index), index)
+
+
+def _pieces(plan: Plan, own: Sequence[torch.Tensor], index: int) -> array.array[int]:
     pieces = array.array("Q", bytes(24 * len(own)))
     pieces[0::3] = array.array("Q", [tensor.data_ptr() for tensor in own])
     pieces[1::3] = array.array("Q", [tensor.nbytes for tensor in own])

@@ -75,11 +75,12 @@ class UpdateGroup:
     def pack(self, update: Update, index: int) -> torch.Tensor:
         """The bytes of bucket `index` without gaps, in a buffer that the next but one takes again."""
         places = flat_order(update, index)
+        tensors = update.source.whole()
         size = sum(update.plan.tensors[place].num_bytes for place in places)
         flat = self._buffer(update, index)[:size]
         start = 0
         for place in places:
-            raw = update.tensors[place].reshape(-1).view(torch.uint8)
+            raw = tensors[place].reshape(-1).view(torch.uint8)
             flat[start : start + raw.numel()].copy_(raw)
             start += raw.numel()
         return flat

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    import torch
-
     from weightsync.plan import Plan
+    from weightsync.tensor_source import TensorSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +26,8 @@ class Update:
     """One update, as every engine gets it."""
 
     plan: Plan
-    tensors: Sequence[torch.Tensor]
-    """In the plan's order, contiguous, on the CPU; they do not change while the update runs."""
+    source: TensorSource
+    """They do not change while the update runs."""
     weight_version: int
 
 
