@@ -27,7 +27,7 @@ class FakeFleet:
                 "model_path": folder,
                 "num_engines": 2,
                 "poll_interval_s": 0.05,
-                "control_timeout_s": 2.0,
+                "control_timeout_s": 20.0,
                 "start_timeout_s": 30.0,
                 "stop_timeout_s": 0.0,
                 **settings,

@@ -152,7 +152,7 @@ async def test_an_engine_with_half_an_update_is_restarted_and_then_stale(rig, re
 @pytest.mark.parametrize("path", OK_CALLS)
 async def test_a_fault_at_any_call_leaves_the_other_engine_updated(make_fleet, path, action):
     # The other engine must be able to answer in time on a busy machine.
-    fleet = await make_fleet(control_timeout_s=2.0 if action == "hang" else 20.0)
+    fleet = await make_fleet(control_timeout_s=3.0 if action == "hang" else 20.0)
     windows = UpdateWindows(fleet.pool, MemoryStore(), fleet.config, time.monotonic)
     await publish(windows, 1)
     await fleet.fail("engine1", path, action)
