@@ -188,21 +188,26 @@ class Broadcaster:
         self._group = None
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> Plan:
+        import torch
+
         plan = self._plan
         if plan is None:
             raise ValueError("broadcast without a plan: call plan() on every rank first")
         if len(tensors) != len(plan.tensors):
             raise ValueError(f"got {len(tensors)} tensors, the plan has {len(plan.tensors)}")
+        dtypes = {name: getattr(torch, name) for name in {spec.dtype for spec in plan.tensors}}
+        wants_cpu = self._transport != "rccl"
+        # Thousands of tensors: nothing is built for one that is right.
         for tensor, spec in zip(tensors, plan.tensors, strict=True):
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            if tuple(tensor.shape) != spec.shape or dtype != spec.dtype:
+            if tensor.shape != spec.shape or tensor.dtype is not dtypes[spec.dtype]:
+                dtype = str(tensor.dtype).removeprefix("torch.")
                 raise ValueError(
                     f"tensor {spec.name} is {dtype}{tuple(tensor.shape)}, planned as "
                     f"{spec.dtype}{spec.shape}"
                 )
             if not tensor.is_contiguous():
                 raise ValueError(f"tensor {spec.name} is not contiguous")
-            if tensor.device.type != "cpu" and self._transport != "rccl":
+            if wants_cpu and not tensor.is_cpu:
                 raise ValueError(f"tensor {spec.name} is on {tensor.device}: {self._transport} "
                                  "carries CPU tensors")  # fmt: skip
         return plan

@@ -30,6 +30,8 @@ Way = Literal["shm", "tcp", "gloo", "disk"]
 
 _TIMEOUT_S = 120.0
 ALIGNMENT = 64
+PROCESS_BYTES = 400 * 2**20
+"""A rank without its weights: the interpreter, torch, buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,13 @@ class Measured:
 
     times_s: list[float]
     cpu_s: float
+
+
+def free_bytes() -> int:
+    """Memory that this machine can still give without swapping anything out."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (kib,) = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(kib) * 1024
 
 
 def specs_of(total_bytes: int, num_tensors: int) -> list[TensorSpec]:

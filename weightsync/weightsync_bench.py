@@ -147,6 +147,40 @@ def bench_engine(repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
+def bench_largest(reserve_gib: float) -> list[dict[str, Any]]:
+    """The largest weights that a trainer can send to 1 and to 2 engines here, sent once.
+
+    Each process holds them once, and nothing else grows with them: what is free, less the reserve for
+    the rest of a run, is divided among the processes.
+    """
+    from weightsync.transfer_bench import PROCESS_BYTES, Job, free_bytes, run
+
+    rows = []
+    for count in (1, 2):
+        free = free_bytes() - int(reserve_gib * 2**30) - (count + 1) * PROCESS_BYTES
+        total_bytes = free // (count + 1) // 2**28 * 2**28
+        if total_bytes <= 0:
+            raise SystemExit(f"error: {free_bytes() >> 20} MiB are free: lower --reserve")
+        jobs = [
+            Job(way, count, total_bytes // _EXPERT_BYTES, _BUCKET_BYTES) for way in ("shm", "tcp")
+        ]
+        for job, measured in zip(jobs, run(jobs, total_bytes, 1), strict=True):
+            seconds = round(measured.times_s[0], 2)
+            rows.append(
+                {
+                    "metric": f"largest_by_{job.way}_to_{count}",
+                    "value": round(total_bytes / 2**30, 2),
+                    "unit": "GiB",
+                    "baseline": f"sent in {seconds} s; {reserve_gib} GiB left to the rest",
+                    "ratio": 1.0,
+                    "repeats": 1,
+                    "min": round(total_bytes / 2**30, 2),
+                    "max": round(total_bytes / 2**30, 2),
+                }
+            )
+    return rows
+
+
 def main() -> None:
     """Prints the table, and writes it where --json says."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -154,12 +188,21 @@ def main() -> None:
     parser.add_argument(
         "--engine", action="store_true", help="instead: a real SGLang server, by every transport"
     )
+    parser.add_argument(
+        "--largest", action="store_true", help="instead: the largest weights that fit here"
+    )
+    parser.add_argument(
+        "--reserve", type=float, default=4.0, help="GiB that --largest leaves to the rest"
+    )
     parser.add_argument("--only", default="", help="transfers whose row's name matches this")
     parser.add_argument("--json", type=Path, help="write the rows there")
     arguments = parser.parse_args()
     if arguments.engine:
         rows = bench_engine(repeats=3)
         what = "one SGLang server, Qwen3-MoE of 1.3 GB in float32"
+    elif arguments.largest:
+        rows = bench_largest(arguments.reserve)
+        what = "the largest that fits"
     else:
         import torch
 
