@@ -22,7 +22,7 @@ MAX_TURNS = 36
 TOLERANCE_NATS = 1e-5
 # (ranks of the trainer, transport) of versions 2, 3, 4; version 1 is there before the sessions.
 PUBLICATIONS = [("tp2ep2", "tcp"), ("tp2ep2", "shm"), ("one", "tcp")]
-TOKENS_BETWEEN = 1800
+TOKENS_BETWEEN = 2200
 
 
 async def publish(world: World, trainer: Trainer, version: int, transport: str) -> None:
@@ -97,12 +97,13 @@ async def test_flushed_every_token_is_its_versions(
     write_sequences(path, sequences)
     trainer = world.trainers[0]
     differences: list[float] = []
-    for version in (1, 2, 3, 4):
+    for version in (4, 3, 2, 1):
+        if version == 1:
+            assert len(differences) >= 5000, "of versions that came in the middle"
         save_file(make_weights(version), world.model_dir / "model.safetensors")
         answer = await trainer.order(do="score", version=version, sequences=str(path))
-        assert len(answer["differences"]) > 500
+        assert answer["differences"]
         differences += answer["differences"]
-    assert len(differences) >= 5000
     largest = max(map(abs, differences))
     with capsys.disabled():
         print(f"\n{len(differences)} tokens, largest difference {largest:.2e} nats")
