@@ -199,7 +199,7 @@ def _from_first(work: Callable[[], _T]) -> _T:
 
     Raises on every rank what it raises there.
     """
-    if dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
     said: list[Any] = [None, None]
     if dist.get_rank() == 0:
