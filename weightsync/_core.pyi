@@ -64,6 +64,7 @@ class TcpSender(_Sender):
         buffer_bytes: int,
         with_checksums: bool,
         stall_timeout_s: float,
+        with_local_sockets: bool = True,
     ) -> None: ...
     @property
     def port(self) -> int: ...

@@ -24,6 +24,10 @@ class TcpConfig(BaseModel):
     stall_timeout_s: float = Field(default=3.0, gt=0)
     """An engine without a byte for so long takes buckets from the trainer, not from its parent."""
 
+    local_sockets: bool = True
+    """Between two on one host, in one network namespace, bytes take a local socket: half the CPU time
+    of TCP. False: TCP everywhere."""
+
 
 class DistributedConfig(BaseModel):
     """Settings of the transport `distributed`."""

@@ -43,6 +43,7 @@ class Job:
     num_tensors: int
     bucket_bytes: int
     checksums: bool = True
+    local_sockets: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +204,7 @@ def _ours(
     import torch.distributed as dist
 
     from weightsync.broadcaster import Broadcaster
+    from weightsync.config import TcpConfig
 
     world = job.num_receivers + 1
     assert job.way in ("shm", "tcp")
@@ -213,6 +215,7 @@ def _ours(
         dist.FileStore(f"{folder}/job{number}", world),
         bucket_bytes=job.bucket_bytes,
         checksums=job.checksums,
+        tcp=TcpConfig(local_sockets=job.local_sockets),
         timeout_s=_TIMEOUT_S,
     )
     broadcaster.plan([s.name for s in specs], [s.shape for s in specs], [s.dtype for s in specs])

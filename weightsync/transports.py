@@ -106,6 +106,7 @@ def open_sender(
             buffer_bytes=plan.largest_size(config.verify_engine),
             with_checksums=config.checksums,
             stall_timeout_s=config.tcp.stall_timeout_s,
+            with_local_sockets=config.tcp.local_sockets,
         )
         return sender, {
             "transport": "tcp",

@@ -1,7 +1,8 @@
 """How fast weights are packed and sent, beside what the machine can copy at all, and beside others.
 
 Rows: packing against one memcpy of as many bytes; a whole broadcast over `shm` and over `tcp` to 1, 2
-and 4 processes, checksums on, its connections and buffers included; the same by torch's gloo, and
+and 4 processes, checksums on, its connections and buffers included; both without checksums, and tcp
+without the local sockets that it takes within a host; the same by torch's gloo, and
 through a safetensors file in memory, which is the least that an update from disk does; the cost of
 more and smaller tensors at equal bytes, in buckets twice as large, which the largest of them need. Tensors have the size of one of Qwen3-30B-A3B's experts,
 where their number is not what varies. Every figure is from tensors of the sender to tensors of the
@@ -117,6 +118,8 @@ def bench_transfers(
         for way in ours:
             name = f"{way}_to_{count}_without_checksums"
             jobs[name] = Job(way, count, experts, _BUCKET_BYTES, checksums=False)
+        name = f"tcp_to_{count}_without_local_sockets"
+        jobs[name] = Job("tcp", count, experts, _BUCKET_BYTES, local_sockets=False)
     for count in _TENSORS:
         for way in ours + others:
             jobs[f"{way}_to_1_of_{count}_tensors"] = Job(way, 1, count, 2 * _BUCKET_BYTES)

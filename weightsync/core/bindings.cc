@@ -88,13 +88,14 @@ std::unique_ptr<RingReceiver> MakeReceiver(const std::string& name, uint64_t epo
 std::unique_ptr<TcpSender> MakeTcpSender(const std::string& host, const std::string& token,
                                          uint64_t epoch, uint32_t num_receivers, uint32_t fan_out,
                                          uint32_t num_buffers, uint64_t buffer_bytes,
-                                         bool with_checksums, double stall_timeout_s) {
+                                         bool with_checksums, double stall_timeout_s,
+                                         bool with_local_sockets) {
   std::unique_ptr<TcpSender> sender;
   Status status;
   {
     py::gil_scoped_release release;
     status = TcpSender::Create({host, token, epoch, num_receivers, fan_out, num_buffers,
-                                buffer_bytes, with_checksums, stall_timeout_s},
+                                buffer_bytes, with_checksums, stall_timeout_s, with_local_sockets},
                                &sender);
   }
   ThrowUnlessOk(status);
@@ -326,7 +327,8 @@ PYBIND11_MODULE(_core, m) {
   BindSender<TcpSender>(m, "TcpSender")
       .def(py::init(&MakeTcpSender), py::kw_only(), py::arg("host"), py::arg("token"),
            py::arg("epoch"), py::arg("num_receivers"), py::arg("fan_out"), py::arg("num_buffers"),
-           py::arg("buffer_bytes"), py::arg("with_checksums"), py::arg("stall_timeout_s"))
+           py::arg("buffer_bytes"), py::arg("with_checksums"), py::arg("stall_timeout_s"),
+           py::arg("with_local_sockets") = true)
       .def_property_readonly("port", &TcpSender::port)
       .def_property_readonly("num_bytes_sent", &TcpSender::num_bytes_sent);
   BindReceiver<RingReceiver>(m, "RingReceiver")

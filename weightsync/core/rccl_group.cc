@@ -257,15 +257,30 @@ Status RcclGroup::Broadcast(const std::vector<RcclBucket>& buckets, uint64_t ver
   for (uint64_t i = 0; i < buckets.size() + lag; ++i) {
     // A receiver reads headers `lag` buckets behind, so that the next broadcast is under way.
     if (i < buckets.size()) {
-      if (Status status = Issue(&run, i); !status.ok()) return status;
+      if (Status status = Issue(&run, i); !status.ok()) return GiveUp(status, timeout_s);
     }
     if (i >= lag) {
-      if (Status status = Finish(&run, i - lag); !status.ok()) return status;
+      if (Status status = Finish(&run, i - lag); !status.ok()) return GiveUp(status, timeout_s);
     }
   }
   // Rank 0's tensors may be changed, and the others' read, from here on.
   Status status = api_.CheckGpu(api_.EventRecord(settled_, copy_), "the last copy");
   if (status.ok()) status = WaitFor(settled_, "the last copy", timeout_s);
+  return status.ok() ? status : GiveUp(status, timeout_s);
+}
+
+// The caller may free its tensors once Broadcast returned: copies that were queued come first.
+Status RcclGroup::GiveUp(const Status& why, double timeout_s) {
+  const Status status = is_broken_ ? why : Fail(why.code, why.message);
+  const auto start = SteadyClock::now();
+  if (api_.EventRecord(settled_, copy_) != kGpuSuccess) return status;
+  while (api_.EventQuery(settled_) == kGpuNotReady) {
+    if (Since(start) > timeout_s) {
+      return Error(status.code, status.message + "; and the device was still copying " +
+                                    Seconds(timeout_s) + " later: keep the tensors");
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
   return status;
 }
 

@@ -84,6 +84,8 @@ class RcclGroup {
   Status Settle(const std::string& what, double timeout_s);
   Status WaitFor(GpuEvent event, const std::string& what, double timeout_s);
   Status Fail(StatusCode code, const std::string& message);
+  // Fails unless it has, and waits until nothing of the caller's is copied any more.
+  Status GiveUp(const Status& why, double timeout_s);
   Status Issue(Run* run, uint64_t sequence);
   Status Finish(Run* run, uint64_t sequence);
   Status Pack(Run* run, uint64_t sequence);

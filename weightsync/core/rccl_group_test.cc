@@ -10,6 +10,7 @@
 #include <future>
 #include <numeric>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace swe_rl::weightsync {
@@ -201,6 +202,30 @@ TEST_F(RcclGroupTest, AShortBucketIsCaught) {
   for (const Status& status : results) {
     EXPECT_EQ(status.code, StatusCode::kUnavailable) << status.message;
     EXPECT_NE(status.message.find("ranks differ"), std::string::npos) << status.message;
+  }
+}
+
+TEST_F(RcclGroupTest, NothingIsCopiedAfterAFailureWasTold) {
+  Plant("delay_us", 4000);
+  for (const int abort_ms : {20, 30, 40, 50, 60}) {
+    const auto results = Run(
+        [&](uint32_t rank, RcclGroup* group) {
+          if (Status status = group->Agree(kDigest, kTimeoutS); !status.ok()) return status;
+          Tensors own(rank == 0, 1);
+          std::thread aborting([&] {
+            std::this_thread::sleep_for(std::chrono::milliseconds(abort_ms));
+            group->Abort();
+          });
+          const Status status = Send(group, &own, 1);
+          // As a caller that frees its tensors, and uses their memory for something else.
+          const Tensors then = own;
+          std::this_thread::sleep_for(std::chrono::milliseconds(60));
+          EXPECT_TRUE(own == then) << "rank " << rank << " was still written";
+          aborting.join();
+          return status;
+        },
+        2, false);
+    EXPECT_NE(results[1].message.find("aborted"), std::string::npos) << results[1].message;
   }
 }
 

@@ -6,10 +6,13 @@
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <cstddef>
 #include <cstring>
 
 namespace swe_rl::weightsync {
@@ -18,6 +21,8 @@ namespace {
 using SteadyClock = std::chrono::steady_clock;
 
 constexpr int kBacklog = 128;
+// Asked of the kernel, which may give less: fewer, larger steps.
+constexpr int kLocalBufferBytes = 4 << 20;
 
 struct FreeAddresses {
   void operator()(addrinfo* found) const { freeaddrinfo(found); }
@@ -44,11 +49,11 @@ int MillisecondsTo(Deadline deadline) {
   return static_cast<int>(std::clamp<int64_t>(left.count(), 0, 1 << 30));
 }
 
-// kOk: the descriptor is ready or broken, and the next call on it will tell.
-Status Poll(int fd, short events, Deadline deadline, const std::string& what) {
-  pollfd entry = {fd, events, 0};
+// kOk: a descriptor is ready or broken, and the next call on it will tell. -1 is none.
+Status Poll(std::array<int, 2> fds, short events, Deadline deadline, const std::string& what) {
+  std::array<pollfd, 2> entries = {{{fds[0], events, 0}, {fds[1], events, 0}}};
   while (true) {
-    const int ready = poll(&entry, 1, MillisecondsTo(deadline));
+    const int ready = poll(entries.data(), entries.size(), MillisecondsTo(deadline));
     if (ready > 0) return {};
     if (ready == 0) return Error(StatusCode::kDeadlineExceeded, what + " took too long");
     if (errno != EINTR) {
@@ -67,6 +72,21 @@ std::string NumericHost(int fd, GetName get_name) {
                 NI_NUMERICHOST);
   }
   return host;
+}
+
+// An abstract name: no file, gone with the listener, seen in its network namespace only.
+socklen_t LocalAddress(const std::string& host, uint16_t port, sockaddr_un* address) {
+  *address = {};
+  address->sun_family = AF_UNIX;
+  std::string name("\0swe_rl_ws/", 11);
+  name += host + "/" + std::to_string(port);
+  const size_t size = std::min(name.size(), sizeof(address->sun_path));
+  std::memcpy(address->sun_path, name.data(), size);
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + size);
+}
+
+void SetLocalBuffers(int fd) {
+  setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kLocalBufferBytes, sizeof(kLocalBufferBytes));
 }
 
 void SetNoDelay(int fd) {
@@ -96,7 +116,7 @@ Status Socket::Connect(const std::string& host, uint16_t port, Deadline deadline
     auto made = std::make_unique<Socket>(fd);
     int code = connect(fd, at->ai_addr, at->ai_addrlen) == 0 ? 0 : errno;
     if (code == EINPROGRESS) {
-      last = Poll(fd, POLLOUT, deadline, "connecting to " + to);
+      last = Poll({fd, -1}, POLLOUT, deadline, "connecting to " + to);
       if (!last.ok()) continue;
       socklen_t size = sizeof(code);
       getsockopt(fd, SOL_SOCKET, SO_ERROR, &code, &size);
@@ -111,12 +131,30 @@ Status Socket::Connect(const std::string& host, uint16_t port, Deadline deadline
   return last;
 }
 
+Status Socket::ConnectLocal(const std::string& host, uint16_t port,
+                            std::unique_ptr<Socket>* socket) {
+  const int fd = ::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (fd < 0) {
+    return Error(StatusCode::kUnavailable, std::string("no local socket: ") + std::strerror(errno));
+  }
+  auto made = std::make_unique<Socket>(fd);
+  sockaddr_un address;
+  const socklen_t size = LocalAddress(host, port, &address);
+  if (connect(fd, reinterpret_cast<const sockaddr*>(&address), size) != 0) {
+    return Error(StatusCode::kUnavailable, "no local socket of " + host + ":" +
+                                               std::to_string(port) + ": " + std::strerror(errno));
+  }
+  SetLocalBuffers(fd);
+  *socket = std::move(made);
+  return {};
+}
+
 Socket::~Socket() { close(fd_); }
 
 void Socket::Cut() { shutdown(fd_, SHUT_RDWR); }
 
 Status Socket::Wait(short events, Deadline deadline, const char* what) {
-  return Poll(fd_, events, deadline, what);
+  return Poll({fd_, -1}, events, deadline, what);
 }
 
 void Socket::SetLowWater(uint64_t size) {
@@ -218,23 +256,45 @@ Status Listener::Listen(const std::string& host, std::unique_ptr<Listener>* list
   return {};
 }
 
-Listener::~Listener() { close(fd_); }
+Listener::~Listener() {
+  close(fd_);
+  if (local_fd_ >= 0) close(local_fd_);
+}
 
-void Listener::Cut() { shutdown(fd_, SHUT_RDWR); }
+void Listener::ListenLocally() {
+  const int fd = ::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (fd < 0) return;
+  sockaddr_un address;
+  const socklen_t size = LocalAddress(NumericHost(fd_, getsockname), port_, &address);
+  if (bind(fd, reinterpret_cast<const sockaddr*>(&address), size) == 0 &&
+      listen(fd, kBacklog) == 0) {
+    local_fd_ = fd;
+  } else {
+    close(fd);
+  }
+}
+
+void Listener::Cut() {
+  shutdown(fd_, SHUT_RDWR);
+  if (local_fd_ >= 0) shutdown(local_fd_, SHUT_RDWR);
+}
 
 Status Listener::Accept(Deadline deadline, std::unique_ptr<Socket>* socket) {
   while (true) {
-    const int fd = accept4(fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-    if (fd >= 0) {
-      SetNoDelay(fd);
-      *socket = std::make_unique<Socket>(fd);
-      return {};
+    for (const int listening : {fd_, local_fd_}) {
+      if (listening < 0) continue;
+      const int fd = accept4(listening, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+      if (fd >= 0) {
+        if (listening == fd_) SetNoDelay(fd);
+        if (listening == local_fd_) SetLocalBuffers(fd);
+        *socket = std::make_unique<Socket>(fd);
+        return {};
+      }
+      if (errno != EINTR && errno != ECONNABORTED && errno != EAGAIN && errno != EWOULDBLOCK) {
+        return Error(StatusCode::kUnavailable, std::string("accepting: ") + std::strerror(errno));
+      }
     }
-    if (errno == EINTR || errno == ECONNABORTED) continue;
-    if (errno != EAGAIN && errno != EWOULDBLOCK) {
-      return Error(StatusCode::kUnavailable, std::string("accepting: ") + std::strerror(errno));
-    }
-    const Status status = Poll(fd_, POLLIN, deadline, "accepting");
+    const Status status = Poll({fd_, local_fd_}, POLLIN, deadline, "accepting");
     if (!status.ok()) return status;
   }
 }

@@ -1,4 +1,5 @@
-// Stream sockets whose every wait has a deadline, and which another thread can cut.
+// Stream sockets whose every wait has a deadline, and which another thread can cut. Between
+// processes of one host a local socket does for half of the CPU time that TCP takes.
 //
 // Owner: tcp_tree. Invariants: a Socket is used by one reading and one writing thread at a time;
 // Cut() may come from any thread, ends both and makes every later call fail. No call blocks
@@ -33,6 +34,10 @@ class Socket {
   // longer.
   static Status Connect(const std::string& host, uint16_t port, Deadline deadline,
                         std::unique_ptr<Socket>* socket);
+  // Connects to the local socket of a Listener at the numeric HOST and PORT. kUnavailable when it
+  // is on another host, in another network namespace, or has none.
+  static Status ConnectLocal(const std::string& host, uint16_t port,
+                             std::unique_ptr<Socket>* socket);
   explicit Socket(int fd) : fd_(fd) {}
   ~Socket();
   Socket(const Socket&) = delete;
@@ -65,6 +70,9 @@ class Listener {
  public:
   // Listens at HOST (a numeric address or a name) on a free port.
   static Status Listen(const std::string& host, std::unique_ptr<Listener>* listener);
+  // Listens at a local socket too, which is found by the same address. Call before Accept; where it
+  // cannot be had, TCP alone does.
+  void ListenLocally();
   ~Listener();
   Listener(const Listener&) = delete;
   Listener& operator=(const Listener&) = delete;
@@ -79,6 +87,7 @@ class Listener {
 
   const int fd_;
   const uint16_t port_;
+  int local_fd_ = -1;
 };
 
 }  // namespace swe_rl::weightsync

@@ -84,7 +84,12 @@ struct TcpReceiver::State {
       const bool from_sender = is_parent_sender;
       lock.unlock();
       std::unique_ptr<Socket> socket;
-      Status status = Socket::Connect(host, port, After(kControlTimeoutS), &socket);
+      Status status = Error(StatusCode::kUnavailable, "no local socket");
+      if (with_local_sockets) {
+        const std::string numeric = from_sender ? control->peer_host() : host;
+        status = Socket::ConnectLocal(numeric, port, &socket);
+      }
+      if (!status.ok()) status = Socket::Connect(host, port, After(kControlTimeoutS), &socket);
       lock.lock();
       if (window.ended) return;
       if (status.ok()) {
@@ -185,6 +190,7 @@ struct TcpReceiver::State {
   uint64_t epoch = 0;
   uint32_t index = 0;
   bool with_checksums = false;
+  bool with_local_sockets = false;
   double stall_timeout_s = 0;
   std::unique_ptr<Socket> control;
 
@@ -243,6 +249,8 @@ Status TcpReceiver::Attach(const std::string& host, uint16_t port, const std::st
     return Error(StatusCode::kDataLoss, where + " speaks another protocol");
   }
   state->with_checksums = welcome.with_checksums != 0;
+  state->with_local_sockets = welcome.with_local_sockets != 0;
+  if (state->with_local_sockets) listener->ListenLocally();
   state->stall_timeout_s = welcome.stall_timeout_s;
   status = state->window.Allocate(welcome.num_buffers, welcome.buffer_bytes);
   if (!status.ok()) return status;

@@ -101,6 +101,7 @@ struct TcpSender::State {
     welcome.stall_timeout_s = options.stall_timeout_s;
     welcome.num_buffers = options.num_buffers;
     welcome.with_checksums = options.with_checksums ? 1 : 0;
+    welcome.with_local_sockets = options.with_local_sockets ? 1 : 0;
     StatusCode code = StatusCode::kOk;
     if (hello.epoch != options.epoch) code = StatusCode::kFenced;
     if (hello.index >= peers.size()) code = StatusCode::kInvalidArgument;
@@ -189,6 +190,7 @@ Status TcpSender::Create(const TcpOptions& options, std::unique_ptr<TcpSender>* 
   std::unique_ptr<Listener> listener;
   Status status = Listener::Listen(options.host, &listener);
   if (!status.ok()) return status;
+  if (options.with_local_sockets) listener->ListenLocally();
   State* const at = state.get();
   // Two connections a receiver, and as many again for those that turn to the sender.
   state->server =

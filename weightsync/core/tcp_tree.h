@@ -42,6 +42,7 @@ struct TcpOptions {
   bool with_checksums;
   double
       stall_timeout_s;  // a receiver without a byte for so long turns from its parent to the sender
+  bool with_local_sockets = true;  // receivers on their parent's host take no TCP for their data
 };
 
 class TcpSender {

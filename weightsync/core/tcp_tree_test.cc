@@ -29,7 +29,8 @@ std::vector<char> Bytes(uint64_t bucket) {
   return bytes;
 }
 
-class TcpTreeTest : public testing::Test {
+// With local sockets and without.
+class TcpTreeTest : public testing::TestWithParam<bool> {
  protected:
   void Make(uint32_t num_receivers, uint32_t fan_out, double stall_timeout_s = 5.0) {
     const Status status = TcpSender::Create({.host = "127.0.0.1",
@@ -40,7 +41,8 @@ class TcpTreeTest : public testing::Test {
                                              .num_buffers = 2,
                                              .buffer_bytes = kBucketBytes,
                                              .with_checksums = true,
-                                             .stall_timeout_s = stall_timeout_s},
+                                             .stall_timeout_s = stall_timeout_s,
+                                             .with_local_sockets = GetParam()},
                                             &sender_);
     ASSERT_TRUE(status.ok()) << status.message;
   }
@@ -88,7 +90,7 @@ class TcpTreeTest : public testing::Test {
   std::unique_ptr<TcpSender> sender_;
 };
 
-TEST_F(TcpTreeTest, EveryReceiverGetsEveryBucketAndTheSenderSendsFanOutTimes) {
+TEST_P(TcpTreeTest, EveryReceiverGetsEveryBucketAndTheSenderSendsFanOutTimes) {
   constexpr uint64_t kNum = 7;
   for (const uint32_t fan_out : {1u, 2u, 5u}) {
     Make(5, fan_out);
@@ -108,7 +110,7 @@ TEST_F(TcpTreeTest, EveryReceiverGetsEveryBucketAndTheSenderSendsFanOutTimes) {
 
 // More pieces than one call of the kernel takes, of odd sizes, with gaps of every length and one
 // that is longer than what gaps are filled from.
-TEST_F(TcpTreeTest, PiecesArriveWhereTheyBelongWithZeroesBetween) {
+TEST_P(TcpTreeTest, PiecesArriveWhereTheyBelongWithZeroesBetween) {
   Make(3, 2);
   std::vector<std::future<std::vector<char>>> receivers;
   for (uint32_t i = 0; i < 3; ++i) {
@@ -140,7 +142,7 @@ TEST_F(TcpTreeTest, PiecesArriveWhereTheyBelongWithZeroesBetween) {
   for (auto& receiver : receivers) EXPECT_TRUE(receiver.get() == wanted);
 }
 
-TEST_F(TcpTreeTest, AnOwnerIsHeldUntilItsBucketIsReleased) {
+TEST_P(TcpTreeTest, AnOwnerIsHeldUntilItsBucketIsReleased) {
   Make(1, 1);
   std::future<bool> receiver = TakeAll(0, 4);
   std::vector<std::weak_ptr<void>> owners;
@@ -158,7 +160,7 @@ TEST_F(TcpTreeTest, AnOwnerIsHeldUntilItsBucketIsReleased) {
   EXPECT_TRUE(owners[3].expired());
 }
 
-TEST_F(TcpTreeTest, PiecesThatLeaveTheBucketAreRefused) {
+TEST_P(TcpTreeTest, PiecesThatLeaveTheBucketAreRefused) {
   Make(1, 1);
   const std::vector<char> bytes = Bytes(0);
   const Status status = sender_->Send({{bytes.data(), bytes.size(), 1}}, "x", kTimeoutS);
@@ -167,6 +169,32 @@ TEST_F(TcpTreeTest, PiecesThatLeaveTheBucketAreRefused) {
 }
 
 // A sender of the test's own, whose checksum is of other bytes than it sends.
+INSTANTIATE_TEST_SUITE_P(LocalSockets, TcpTreeTest, testing::Bool());
+
+TEST(ListenerTest, ALocalSocketIsFoundByTheAddressOfItsListener) {
+  std::unique_ptr<Listener> listener;
+  ASSERT_TRUE(Listener::Listen("127.0.0.1", &listener).ok());
+  std::unique_ptr<Socket> there;
+  EXPECT_EQ(Socket::ConnectLocal("127.0.0.1", listener->port(), &there).code,
+            StatusCode::kUnavailable);
+  listener->ListenLocally();
+  EXPECT_FALSE(Socket::ConnectLocal("127.0.0.2", listener->port(), &there).ok());
+  ASSERT_TRUE(Socket::ConnectLocal("127.0.0.1", listener->port(), &there).ok());
+  std::unique_ptr<Socket> here;
+  ASSERT_TRUE(listener->Accept(After(kTimeoutS), &here).ok());
+  // A port is a listener's own: TCP still comes to the same one.
+  std::unique_ptr<Socket> there_too, here_too;
+  ASSERT_TRUE(Socket::Connect("127.0.0.1", listener->port(), After(kTimeoutS), &there_too).ok());
+  ASSERT_TRUE(listener->Accept(After(kTimeoutS), &here_too).ok());
+  uint64_t sent = 42, got = 0;
+  ASSERT_TRUE(there->Write(&sent, sizeof(sent), After(kTimeoutS)).ok());
+  ASSERT_TRUE(here->Read(&got, sizeof(got), After(kTimeoutS)).ok());
+  EXPECT_EQ(got, 42u);
+  const uint16_t port = listener->port();
+  listener.reset();
+  EXPECT_FALSE(Socket::ConnectLocal("127.0.0.1", port, &there).ok());
+}
+
 TEST(TcpReceiverTest, BytesThatAreNotThoseThatWereSummedAreRefused) {
   std::unique_ptr<Listener> listener;
   ASSERT_TRUE(Listener::Listen("127.0.0.1", &listener).ok());
@@ -208,7 +236,7 @@ TEST(TcpReceiverTest, BytesThatAreNotThoseThatWereSummedAreRefused) {
   EXPECT_TRUE(sending.get());
 }
 
-TEST_F(TcpTreeTest, WhoseParentEndsTakesTheRestFromTheSender) {
+TEST_P(TcpTreeTest, WhoseParentEndsTakesTheRestFromTheSender) {
   constexpr uint64_t kNum = 6;
   Make(3, 1);
   auto parent = Attach(0);
@@ -230,7 +258,7 @@ TEST_F(TcpTreeTest, WhoseParentEndsTakesTheRestFromTheSender) {
   EXPECT_EQ(sender_->receiver_state(2), ReceiverState::kVerified);
 }
 
-TEST_F(TcpTreeTest, WhoIsLateIsLeftOutAndNamed) {
+TEST_P(TcpTreeTest, WhoIsLateIsLeftOutAndNamed) {
   Make(2, 1);
   const auto slow = Attach(0);
   std::future<bool> other = TakeAll(1, 4);
@@ -244,7 +272,7 @@ TEST_F(TcpTreeTest, WhoIsLateIsLeftOutAndNamed) {
   EXPECT_FALSE(Take(slow.get(), 0, 1));
 }
 
-TEST_F(TcpTreeTest, WhoNeverComesIsLeftOut) {
+TEST_P(TcpTreeTest, WhoNeverComesIsLeftOut) {
   Make(2, 1);
   std::future<bool> second = TakeAll(1, 1);
   ASSERT_TRUE(Send(0, 0.5).ok());
@@ -253,7 +281,7 @@ TEST_F(TcpTreeTest, WhoNeverComesIsLeftOut) {
   EXPECT_EQ(sender_->receiver_state(0), ReceiverState::kFailed);
 }
 
-TEST_F(TcpTreeTest, NothingIsTakenAfterAnAbort) {
+TEST_P(TcpTreeTest, NothingIsTakenAfterAnAbort) {
   Make(1, 1);
   const auto receiver = Attach(0);
   ASSERT_TRUE(Send(0).ok());
@@ -266,7 +294,7 @@ TEST_F(TcpTreeTest, NothingIsTakenAfterAnAbort) {
   EXPECT_FALSE(sender_->was_touched(0));
 }
 
-TEST_F(TcpTreeTest, AReceiverSaysWhyItFails) {
+TEST_P(TcpTreeTest, AReceiverSaysWhyItFails) {
   Make(1, 1);
   const auto receiver = Attach(0);
   ASSERT_TRUE(Send(0).ok());
@@ -276,7 +304,7 @@ TEST_F(TcpTreeTest, AReceiverSaysWhyItFails) {
   EXPECT_EQ(Send(1).code, StatusCode::kUnavailable);
 }
 
-TEST_F(TcpTreeTest, StrangersAndOldEpochsAreRefused) {
+TEST_P(TcpTreeTest, StrangersAndOldEpochsAreRefused) {
   Make(1, 1);
   std::unique_ptr<TcpReceiver> receiver;
   const auto attach = [&](const std::string& token, uint64_t epoch, uint32_t index) {
@@ -292,7 +320,7 @@ TEST_F(TcpTreeTest, StrangersAndOldEpochsAreRefused) {
   EXPECT_EQ(attach(kToken, 7, 0), StatusCode::kOk);
 }
 
-TEST_F(TcpTreeTest, ASenderThatEndsEndsTheWaitOfItsReceivers) {
+TEST_P(TcpTreeTest, ASenderThatEndsEndsTheWaitOfItsReceivers) {
   Make(1, 1);
   const auto receiver = Attach(0);
   auto waiting = std::async(std::launch::async, [&] {
@@ -304,7 +332,7 @@ TEST_F(TcpTreeTest, ASenderThatEndsEndsTheWaitOfItsReceivers) {
   EXPECT_EQ(waiting.get(), StatusCode::kUnavailable);
 }
 
-TEST_F(TcpTreeTest, ABucketThatDoesNotComeIsNamed) {
+TEST_P(TcpTreeTest, ABucketThatDoesNotComeIsNamed) {
   Make(1, 1);
   const auto receiver = Attach(0);
   Bucket bucket;

@@ -39,7 +39,7 @@ struct Welcome {
   uint32_t code;  // a StatusCode; the rest counts only if it is kOk
   uint32_t num_buffers;
   uint32_t with_checksums;
-  uint32_t unused;
+  uint32_t with_local_sockets;
 };
 
 enum class MessageType : uint32_t {
