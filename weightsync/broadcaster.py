@@ -172,8 +172,9 @@ class Broadcaster:
           PublishError: at rank 0: a rank did not take everything; it names each with its reason.
           WeightSyncError: at another rank: what stopped it.
         """
-        plan = self._check(tensors)
+        # Before anything can fail here, so that ranks stay in step whatever happens at one of them.
         self._num_broadcasts += 1
+        plan = self._check(tensors)
         started_s = time.monotonic()
         if self._transport == "rccl":
             buckets = self._broadcast_rccl(plan, tensors, version)

@@ -125,6 +125,36 @@ def test_a_rank_that_never_comes_ends_the_wait(port: int) -> None:
         plan(make(0, "shm", port, timeout_s=0.3))
 
 
+def test_a_bad_call_at_one_rank_costs_that_broadcast_only(port: int) -> None:
+    said: dict[int, list[str]] = {0: [], 1: []}
+
+    def run(rank: int) -> None:
+        store = torch.distributed.TCPStore("127.0.0.1", port, None, False)
+        one = Broadcaster(rank, 2, "shm", store, bucket_bytes=BUCKET_BYTES, timeout_s=3.0)
+        plan(one)
+        for version in (1, 2, 3):
+            tensors = make_tensors(version if rank == 0 else 0)
+            if version == rank + 1:  # rank 0 errs at version 1, rank 1 at version 2
+                tensors[0] = tensors[0].double()
+            try:
+                one.broadcast(tensors, version)
+                wanted = make_tensors(version)
+                same = all(torch.equal(a, b) for a, b in zip(tensors, wanted, strict=True))
+                said[rank].append("right" if same else "wrong")
+            except (ValueError, errors.WeightSyncError) as error:
+                said[rank].append(type(error).__name__)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said == {
+        0: ["ValueError", "PublishError", "right"],
+        1: ["TransferTimeoutError", "ValueError", "right"],
+    }
+
+
 def test_over_rccl_ranks_agree_and_receive(port: int) -> None:
     found: dict[int, Any] = {}
 

@@ -51,7 +51,13 @@ class DiskPath:
         """Writes the folder. Raises OSError when the disk does not take it."""
         name = f"{FOLDER_PREFIX}{update.weight_version}_{secrets.token_hex(8)}"
         self._folder = self._directory / name
-        await asyncio.to_thread(write_folder, update, self._folder)
+        writing = asyncio.create_task(asyncio.to_thread(write_folder, update, self._folder))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            # A thread cannot be cancelled: `finish` must not remove the folder before it is there.
+            await asyncio.wait({writing})
+            raise
 
     async def send(
         self,

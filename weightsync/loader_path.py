@@ -75,6 +75,11 @@ class LoaderPath:
         ranks = _ranks(targets)
         num_receivers = sum(len(own) for own in ranks)
         sender, endpoint = open_sender(self._config, plan, epoch, num_receivers)
+        # Until more is known: an engine that is not known to be untouched is not.
+        results[:] = [
+            EngineResult(target.engine, False, True, "what became of it is not known", 0.0)
+            for target in targets
+        ]
         descriptors = [
             Descriptor(
                 epoch=epoch,

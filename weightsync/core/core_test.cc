@@ -197,6 +197,18 @@ TEST_F(RingTest, AChangedByteIsFound) {
   EXPECT_EQ(receiver->Next("torn", 1, &bucket).code, StatusCode::kDataLoss);
 }
 
+TEST_F(RingTest, AReasonIsCutBetweenCharacters) {
+  Make(1, 2);
+  const auto receiver = Attach(0);
+  std::string accents;
+  for (int i = 0; i < 1000; ++i) accents += "\xC3\xA9";  // two bytes each
+  receiver->Fail("x" + accents);
+  const std::string told = sender_->receiver_error(0);
+  EXPECT_GT(told.size(), 400u);
+  EXPECT_EQ(told.size() % 2, 1u);
+  EXPECT_EQ(told, ("x" + accents).substr(0, told.size()));
+}
+
 TEST_F(RingTest, AnotherEpochIsFenced) {
   Make(1, 1);
   std::unique_ptr<RingReceiver> receiver;

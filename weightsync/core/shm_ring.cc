@@ -108,9 +108,8 @@ bool WaitUntil(Header* header, const Done& done, double timeout_s) {
 }
 
 void SetError(Header::Receiver* receiver, const std::string& reason) {
-  const size_t size = std::min(reason.size(), sizeof(receiver->error) - 1);
-  std::memcpy(receiver->error, reason.data(), size);
-  receiver->error[size] = '\0';
+  const std::string text = Shortened(reason, sizeof(receiver->error) - 1);
+  std::memcpy(receiver->error, text.c_str(), text.size() + 1);
 }
 
 char* BufferAt(const Mapping& mapping, const Header& header, uint64_t sequence) {

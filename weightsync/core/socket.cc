@@ -14,6 +14,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
+#include <thread>
 
 namespace swe_rl::weightsync {
 namespace {
@@ -289,6 +290,14 @@ Status Listener::Accept(Deadline deadline, std::unique_ptr<Socket>* socket) {
         if (listening == local_fd_) SetLocalBuffers(fd);
         *socket = std::make_unique<Socket>(fd);
         return {};
+      }
+      if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+        // For a moment there is no descriptor or memory; who connects waits in the backlog.
+        if (SteadyClock::now() >= deadline) {
+          return Error(StatusCode::kDeadlineExceeded, "accepting: out of descriptors or memory");
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        continue;
       }
       if (errno != EINTR && errno != ECONNABORTED && errno != EAGAIN && errno != EWOULDBLOCK) {
         return Error(StatusCode::kUnavailable, std::string("accepting: ") + std::strerror(errno));

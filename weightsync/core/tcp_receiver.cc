@@ -32,7 +32,7 @@ struct TcpReceiver::State {
 
   void ServeChild(Socket* socket) {
     Hello hello;
-    if (!socket->Read(&hello, sizeof(hello), After(kControlTimeoutS)).ok()) return;
+    if (!socket->Read(&hello, sizeof(hello), After(kHelloTimeoutS)).ok()) return;
     if (!HasToken(hello, token) || hello.epoch != epoch || hello.kind != Kind::kData) return;
     Outlet outlet = {hello.index, socket, hello.sequence, hello.offset};
     window.Serve(&outlet, &num_bytes_sent);
@@ -254,8 +254,9 @@ Status TcpReceiver::Attach(const std::string& host, uint16_t port, const std::st
   state->stall_timeout_s = welcome.stall_timeout_s;
   status = state->window.Allocate(welcome.num_buffers, welcome.buffer_bytes);
   if (!status.ok()) return status;
-  state->server = std::make_unique<ConnectionServer>(
-      std::move(listener), 4 * kMaxReceivers, [at](Socket* socket) { at->ServeChild(socket); });
+  state->server =
+      std::make_unique<ConnectionServer>(std::move(listener), kMaxReceivers + kMaxStrangers,
+                                         [at](Socket* socket) { at->ServeChild(socket); });
   state->listening = std::thread([at] { at->Listen(); });
   state->fetching_thread = std::thread([at] { at->Fetch(); });
   receiver->reset(new TcpReceiver(std::move(state)));

@@ -88,7 +88,7 @@ struct TcpSender::State {
 
   void Serve(Socket* socket) {
     Hello hello;
-    if (!socket->Read(&hello, sizeof(hello), After(kControlTimeoutS)).ok()) return;
+    if (!socket->Read(&hello, sizeof(hello), After(kHelloTimeoutS)).ok()) return;
     if (!HasToken(hello, options.token)) return;
     if (hello.kind == Kind::kData) {
       if (hello.epoch != options.epoch || hello.index >= peers.size()) return;
@@ -193,9 +193,9 @@ Status TcpSender::Create(const TcpOptions& options, std::unique_ptr<TcpSender>* 
   if (options.with_local_sockets) listener->ListenLocally();
   State* const at = state.get();
   // Two connections a receiver, and as many again for those that turn to the sender.
-  state->server =
-      std::make_unique<ConnectionServer>(std::move(listener), 4 * options.num_receivers + 16,
-                                         [at](Socket* socket) { at->Serve(socket); });
+  state->server = std::make_unique<ConnectionServer>(std::move(listener),
+                                                     4 * options.num_receivers + kMaxStrangers,
+                                                     [at](Socket* socket) { at->Serve(socket); });
   sender->reset(new TcpSender(std::move(state)));
   return {};
 }

@@ -320,6 +320,34 @@ TEST_P(TcpTreeTest, StrangersAndOldEpochsAreRefused) {
   EXPECT_EQ(attach(kToken, 7, 0), StatusCode::kOk);
 }
 
+TEST_P(TcpTreeTest, AScanDelaysReceiversAndCostsNoneOfThem) {
+  Make(2, 1);
+  std::vector<std::unique_ptr<Socket>> strangers;
+  for (int i = 0; i < 600; ++i) {  // more than there are places
+    std::unique_ptr<Socket> socket;
+    if (!Socket::Connect("127.0.0.1", sender_->port(), After(0.2), &socket).ok()) continue;
+    if (i % 3 == 0) continue;  // closed again
+    if (i % 3 == 1 && !socket->Write("junk", 4, After(kTimeoutS)).ok()) continue;
+    strangers.push_back(std::move(socket));
+  }
+  ASSERT_GT(strangers.size(), 200u);
+  auto first = TakeAll(0, 3), second = TakeAll(1, 3);
+  for (uint64_t i = 0; i < 3; ++i) ASSERT_TRUE(Send(i).ok());
+  ASSERT_TRUE(sender_->Finish(kTimeoutS).ok());
+  EXPECT_TRUE(first.get());
+  EXPECT_TRUE(second.get());
+}
+
+TEST_P(TcpTreeTest, AReasonIsCutBetweenCharacters) {
+  Make(1, 1);
+  const auto receiver = Attach(0);
+  std::string reason(4095, 'x');
+  reason += "\xC3\xA9 and more";  // a character of two bytes over the end
+  receiver->Fail(reason);
+  EXPECT_TRUE(sender_->Finish(kTimeoutS).ok());
+  EXPECT_EQ(sender_->receiver_error(0), std::string(4095, 'x'));
+}
+
 TEST_P(TcpTreeTest, ASenderThatEndsEndsTheWaitOfItsReceivers) {
   Make(1, 1);
   const auto receiver = Attach(0);

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <utility>
 
+#include "weightsync/core/messages.h"
+
 namespace swe_rl::weightsync {
 namespace {
 
@@ -14,11 +16,13 @@ constexpr uint64_t kMagic = 0x3230'4343'5457'5352;  // "RSWTCC02"
 constexpr uint32_t kMaxText = 4096;
 // Waits that Cut ends; the deadline is only what the calls want.
 constexpr double kUntilCutS = 1e6;
+// Between two looks for a place among the connections.
+constexpr double kFullS = 0.02;
 
 }  // namespace
 
 Status WriteMessage(Socket* socket, MessageType type, uint64_t value, std::string text) {
-  text.resize(std::min<size_t>(text.size(), kMaxText));
+  text = Shortened(text, kMaxText);
   const Message message = {type, static_cast<uint32_t>(text.size()), value};
   std::string bytes(reinterpret_cast<const char*>(&message), sizeof(message));
   bytes += text;
@@ -66,7 +70,16 @@ ConnectionServer::ConnectionServer(std::unique_ptr<Listener> listener, size_t ma
       handler_(std::move(handler)),
       thread_([this] { Run(); }) {}
 
+void ConnectionServer::RemoveEnded() {
+  std::erase_if(connections_, [](Connection& connection) {
+    if (!connection.has_ended) return false;
+    connection.thread.join();
+    return true;
+  });
+}
+
 void ConnectionServer::Close() {
+  is_closing_ = true;
   listener_->Cut();
   if (thread_.joinable()) thread_.join();
   for (auto& connection : connections_) connection.socket->Cut();
@@ -78,15 +91,22 @@ void ConnectionServer::Close() {
 void ConnectionServer::Run() {
   std::unique_ptr<Socket> socket;
   while (true) {
+    RemoveEnded();
+    // Others wait in the backlog; a stranger's place is free again after kHelloTimeoutS.
+    while (connections_.size() >= max_connections_ && !is_closing_) {
+      std::this_thread::sleep_for(std::chrono::duration<double>(kFullS));
+      RemoveEnded();
+    }
+    if (is_closing_) return;
     const Status status = listener_->Accept(After(kUntilCutS), &socket);
     if (status.code == StatusCode::kDeadlineExceeded) continue;
     if (!status.ok()) return;
-    if (connections_.size() >= max_connections_) continue;
-    Socket* const at = socket.get();
-    connections_.push_back({std::move(socket), {}});
-    connections_.back().thread = std::thread([this, at] {
-      handler_(at);
-      at->Cut();
+    Connection& made = connections_.emplace_back();
+    made.socket = std::move(socket);
+    made.thread = std::thread([this, &made] {
+      handler_(made.socket.get());
+      made.socket->Cut();
+      made.has_ended = true;
     });
   }
 }

@@ -2,6 +2,7 @@
 #ifndef WEIGHTSYNC_CORE_TCP_WIRE_H_
 #define WEIGHTSYNC_CORE_TCP_WIRE_H_
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <list>
@@ -17,6 +18,10 @@ namespace swe_rl::weightsync {
 inline constexpr uint32_t kMaxToken = 64;
 // Tokens and text are small: whoever takes longer than this to read or write one is gone.
 inline constexpr double kControlTimeoutS = 10.0;
+// Who has connected says at once who it is. Strangers, such as a port scan, may have so many of a
+// server's places for so long.
+inline constexpr double kHelloTimeoutS = 3.0;
+inline constexpr size_t kMaxStrangers = 256;
 
 enum class Kind : uint32_t { kControl, kData };
 
@@ -71,8 +76,7 @@ Hello MakeHello(Kind kind, const std::string& token, uint64_t epoch, uint32_t in
 bool HasToken(const Hello& hello, const std::string& token);
 Status CheckToken(const std::string& token);
 
-// Accepts connections and runs a thread for each, until Close. Connections that ended are kept
-// until then, so their number is bounded.
+// Accepts connections and runs a thread for each, until Close; at most max_connections at a time.
 class ConnectionServer {
  public:
   using Handler = std::function<void(Socket*)>;
@@ -87,13 +91,16 @@ class ConnectionServer {
   struct Connection {
     std::unique_ptr<Socket> socket;
     std::thread thread;
+    std::atomic<bool> has_ended = false;
   };
 
   void Run();
+  void RemoveEnded();
 
   const std::unique_ptr<Listener> listener_;
   const size_t max_connections_;
   const Handler handler_;
+  std::atomic<bool> is_closing_ = false;
   std::list<Connection> connections_;  // the accepting thread's, and Close's after it
   std::thread thread_;
 };
