@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from weightsync import _core
 from weightsync.config import TcpConfig, WeightSyncConfig
@@ -105,8 +105,13 @@ class Broadcaster:
           device: of `rccl`, this rank's.
           rccl_library, rccl_runtime: paths; empty: librccl with HIP, else libnccl with CUDA.
 
-        Raises ValueError for a rank outside the world or a world of one, unless it is rccl's.
+        Raises ValueError for an unknown transport, a rank outside the world, or a world of one,
+        unless it is rccl's.
         """
+        if transport not in get_args(Transport):
+            raise ValueError(
+                f"transport is {transport!r}, wanted one of {', '.join(get_args(Transport))}"
+            )
         if not 0 <= rank < world or (world < 2 and transport != "rccl"):
             raise ValueError(f"rank {rank} of {world}: want a rank below a world of 2 or more")
         self._rank, self._world, self._transport = rank, world, transport

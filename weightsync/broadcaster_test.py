@@ -208,3 +208,9 @@ def test_a_rank_outside_the_world_is_refused(port: int) -> None:
     store = torch.distributed.TCPStore("127.0.0.1", port, None, False)
     with pytest.raises(ValueError, match="rank 3 of 3"):
         Broadcaster(3, 3, "tcp", store)
+
+
+def test_an_unknown_transport_is_refused(port: int) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", port, None, False)
+    with pytest.raises(ValueError, match="transport is 'rdma', wanted one of shm, tcp, rccl"):
+        Broadcaster(0, 2, "rdma", store)  # type: ignore[arg-type]
