@@ -130,7 +130,7 @@ def test_a_bad_call_at_one_rank_costs_that_broadcast_only(port: int) -> None:
 
     def run(rank: int) -> None:
         store = torch.distributed.TCPStore("127.0.0.1", port, None, False)
-        one = Broadcaster(rank, 2, "shm", store, bucket_bytes=BUCKET_BYTES, timeout_s=3.0)
+        one = Broadcaster(rank, 2, "shm", store, bucket_bytes=BUCKET_BYTES, timeout_s=6.0)
         plan(one)
         for version in (1, 2, 3):
             tensors = make_tensors(version if rank == 0 else 0)

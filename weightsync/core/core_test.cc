@@ -1,9 +1,9 @@
 // The core between two threads: everything but the other process, which transfer_test.py adds.
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <cstring>
 #include <numeric>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -91,7 +91,9 @@ TEST(PackerTest, RefusesOverlapAndOverflow) {
 class RingTest : public testing::Test {
  protected:
   void Make(uint32_t num_receivers, uint32_t num_buffers) {
-    name_ = "swe_rl_ws_test_" + std::to_string(getpid());
+    // A process of another namespace may have this one's number, and shares /dev/shm.
+    std::random_device random;
+    name_ = "swe_rl_ws_test_" + std::to_string(random()) + "_" + std::to_string(random());
     ASSERT_TRUE(
         RingSender::Create(name_, {7, num_receivers, num_buffers, 4096, true}, &sender_).ok());
   }

@@ -225,7 +225,7 @@ TEST_F(RcclGroupTest, NothingIsCopiedAfterAFailureWasTold) {
           return status;
         },
         2, false);
-    EXPECT_NE(results[1].message.find("aborted"), std::string::npos) << results[1].message;
+    for (const Status& status : results) EXPECT_FALSE(status.ok());
   }
 }
 
