@@ -80,13 +80,14 @@ class LoaderPath:
             EngineResult(target.engine, False, True, "what became of it is not known", 0.0)
             for target in targets
         ]
+        plan_json = plan.to_json()  # once: engines are paused, and a plan may have 20,000 tensors
         descriptors = [
             Descriptor(
                 epoch=epoch,
                 weight_version=update.weight_version,
                 endpoint=endpoint,
                 receiver=index,
-                plan=plan.to_json(),
+                plan=plan_json,
                 plan_digest=plan.digest,
                 # Longer than the sender may wait for another engine that is late.
                 bucket_timeout_s=self._config.attach_timeout_s + 2 * self._config.bucket_timeout_s,
