@@ -41,6 +41,7 @@ from proto import serving, trainer_pb2
 from rollout.config import RecordedRunConfig
 from trainer.client import TrainerClient
 from trainer.config import TrainerConfig
+from weightsync.config import WeightSyncConfig
 
 STAGE = "rl"
 _REPLAYED_SETTINGS = ("trainer.", "run.", "rl.num_steps", "rl.max_staleness")
@@ -189,6 +190,7 @@ def trainer_config(config: TrainerConfig, run_dir: Path, manager_address: str) -
             "manager_address": manager_address,
             "checkpoints_kept": 1,
             "keep_stage_ends": False,
+            "weight_sync": WeightSyncConfig(),  # nothing is sent
             "rl": rl,
         }
     )

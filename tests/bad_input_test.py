@@ -179,5 +179,6 @@ def test_a_dry_run_shows_every_setting_and_starts_nothing(tmp_path):
     assert resolved["rollout"]["caps"]["max_new_tokens_per_turn"] == 40
     assert resolved["trainer"]["rl"]["optim"]["lr"] == 2e-4
     assert resolved["harness"]["concurrency"] == 16
+    assert resolved["trainer"]["weight_sync"]["bucket_bytes"] == 64 * 2**20
     assert not (tmp_path / "runs").exists()
     assert outcome.left == {}

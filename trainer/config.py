@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from weightsync.config import WeightSyncConfig
+
 
 class _Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -306,6 +308,19 @@ class RlConfig(_Settings):
 class TrainerConfig(_Settings):
     """All settings of the trainer process."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _folder_of_the_run(cls, data: Any) -> Any:
+        """`weight_sync.disk.directory` of a trainer that has a run directory of its own."""
+        if not isinstance(data, dict) or "run_dir" not in data:
+            return data
+        sync = data.get("weight_sync", {})
+        disk = sync.get("disk", {}) if isinstance(sync, dict) else None
+        if not isinstance(disk, dict):
+            return data
+        disk = {"directory": str(Path(data["run_dir"]) / "weightsync"), **disk}
+        return {**data, "weight_sync": {**sync, "disk": disk}}
+
     @model_validator(mode="after")
     def _one_rank(self) -> TrainerConfig:
         for name, size in self.grid.model_dump().items():
@@ -361,6 +376,5 @@ class TrainerConfig(_Settings):
     """The SFT stage."""
     rl: RlConfig = RlConfig()
     """The RL stage."""
-    weight_sync: dict[str, Any] = {}
-    """Settings of weightsync.config.WeightSyncConfig, checked there at start: `transport` is `shm`,
-    `tcp`, `distributed` or `disk`; `disk.directory` is by default a folder of run_dir."""
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    """How weights travel to the engines; `disk.directory` is by default a folder of run_dir."""

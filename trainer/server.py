@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from proto.serving import Server
     from trainer.config import TrainerConfig
     from trainer.manager_link import ManagerLink
-    from weightsync.config import WeightSyncConfig
 
 SERVICE = "swe_rl.trainer.v1.Trainer"
 
@@ -48,26 +47,8 @@ class LoopThread:
         self._thread.join()
 
 
-def weight_sync_config(config: TrainerConfig) -> WeightSyncConfig:
-    """The sender's settings; a folder of the run directory is the default of `disk.directory`.
-
-    Raises:
-      ValueError: weight_sync holds a bad setting.
-    """
-    from weightsync.config import WeightSyncConfig
-
-    disk = config.weight_sync.get("disk", {})
-    if isinstance(disk, dict):
-        disk = {"directory": config.run_dir / "weightsync", **disk}
-    return WeightSyncConfig.model_validate({**config.weight_sync, "disk": disk})
-
-
 def make_link(config: TrainerConfig, loop: asyncio.AbstractEventLoop) -> ManagerLink | None:
-    """Connects to the manager, or returns None when there is none. Call it in the loop.
-
-    Raises:
-      ValueError: weight_sync holds a bad setting.
-    """
+    """Connects to the manager, or returns None when there is none. Call it in the loop."""
     if not config.manager_address:
         return None
     from proto.serving import ClientSecurity, dial
@@ -79,7 +60,7 @@ def make_link(config: TrainerConfig, loop: asyncio.AbstractEventLoop) -> Manager
     client = RolloutClient(channel, call_timeout_s=config.manager_timeout_s)
     if config.replay_of is not None:
         return ManagerLink(loop, client, CountingPublisher(), config.manager_retry_s)
-    publisher = WeightPublisher(weight_sync_config(config), client)
+    publisher = WeightPublisher(config.weight_sync, client)
     return ManagerLink(loop, client, publisher, config.manager_retry_s, (PublishError,))
 
 
@@ -165,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.sweep:
             from weightsync.publisher import sweep
 
-            sweep(weight_sync_config(config))
+            sweep(config.weight_sync)
             return 0
         serving = serving_module.serving_config(args).model_copy(
             update={"drain_timeout_s": config.drain_timeout_s}

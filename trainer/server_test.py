@@ -19,7 +19,6 @@ from rollout.client import write_sequences
 from trainer import testbed
 from trainer.client import TrainerClient
 from trainer.config import TrainerConfig
-from trainer.server import weight_sync_config
 
 COMMAND = [sys.executable, "-P", "-W", "ignore", "-m", "trainer.server"]
 
@@ -176,7 +175,7 @@ def test_updates_on_disk_go_by_default_into_the_run_directory(tmp_path: Path) ->
     def directory(**disk: object) -> Path | None:
         settings = {"transport": "disk", "disk": disk} if disk else {"transport": "disk"}
         config = TrainerConfig(model_dir=tmp_path, run_dir=tmp_path, weight_sync=settings)
-        return weight_sync_config(config).disk.directory
+        return config.weight_sync.disk.directory
 
     assert directory() == tmp_path / "weightsync"
     assert directory(load_timeout_s=5.0) == tmp_path / "weightsync"
