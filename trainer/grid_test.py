@@ -82,11 +82,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Trained:
     return train(tmp_path_factory.mktemp("alone"), model, 1, [])
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-def test_a_grid_trains_what_one_rank_trains(
-    tmp_path: Path, model: Path, alone: Trained, grid: str
-) -> None:
-    trained = train(tmp_path, model, *GRIDS[grid])
+def assert_same_training(model: Path, alone: Trained, trained: Trained) -> None:
     assert alone.is_export_exact and trained.is_export_exact
     assert trained.losses == pytest.approx(alone.losses, abs=_TOLERANCE)
     assert trained.grad_norms == pytest.approx(alone.grad_norms, abs=_TOLERANCE)
@@ -100,6 +96,24 @@ def test_a_grid_trains_what_one_rank_trains(
     before = load_file(model / "model.safetensors")
     moved = max(float((alone.weights[n] - before[n]).abs().max()) for n in before)
     assert moved > 20 * _WEIGHT_TOLERANCE
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_grid_trains_what_one_rank_trains(
+    tmp_path: Path, model: Path, alone: Trained, grid: str
+) -> None:
+    assert_same_training(model, alone, train(tmp_path, model, *GRIDS[grid]))
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen3", False)])
+def test_a_dense_model_trains_the_same_on_a_grid(tmp_path: Path, family: str, tied: bool) -> None:
+    settings = testbed.FAMILIES[family] | {"tie_word_embeddings": tied}
+    model = testbed.write_model(tmp_path / "model", scale=4.0, **settings)
+    for name in ("alone", "grid"):
+        (tmp_path / name).mkdir()
+    alone = train(tmp_path / "alone", model, 1, [])
+    grid = ["--tensor-parallel=2", "--pipeline-parallel=2"]
+    assert_same_training(model, alone, train(tmp_path / "grid", model, 4, grid))
 
 
 def test_thirty_steps_give_the_same_curve_bit_for_bit_and_the_committed_one(

@@ -18,11 +18,14 @@ def make(folder: Path, **overrides: object) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_names_and_shapes_are_those_of_transformers(tmp_path: Path, tied: bool) -> None:
-    from transformers import AutoConfig, Qwen3MoeForCausalLM
+@pytest.mark.parametrize("family", testbed.FAMILIES)
+def test_names_and_shapes_are_those_of_transformers(
+    tmp_path: Path, family: str, tied: bool
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    weights = make(tmp_path / "m", tie_word_embeddings=tied)
-    model = Qwen3MoeForCausalLM(AutoConfig.from_pretrained(tmp_path / "m"))
+    weights = make(tmp_path / "m", **testbed.FAMILIES[family] | {"tie_word_embeddings": tied})
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "m"))
     wanted = {n: tuple(t.shape) for n, t in model.state_dict().items()}
     if tied:
         del wanted["lm_head.weight"]
@@ -39,6 +42,8 @@ def test_spread_is_right_and_a_seed_gives_the_same_bytes(tmp_path: Path) -> None
 def test_another_architecture_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     assert init_model.main(["--model-dir", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("error: config.json names ['LlamaForCausalLM']")
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path}/config.json names architecture GPT2LMHeadModel")
+    assert "LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM" in error

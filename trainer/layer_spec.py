@@ -192,8 +192,9 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     layers.pre_mlp_layernorm = RMSNorm
     attention = layers.self_attention.submodules
     attention.core_attention = PackedAttention
-    attention.q_layernorm = RMSNorm
-    attention.k_layernorm = RMSNorm
+    if config.qk_layernorm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(
         layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm
     )

@@ -7,7 +7,6 @@ tokens are projected onto the vocabulary (`logprob.linear_logprobs`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,12 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from transformers import AutoConfig
 
+from trainer import architecture, hf_import
 from trainer.batch import MicroBatch
 from trainer.config import GridConfig
 from trainer.device import Device
 from trainer.errors import BadRequestError
-from trainer.hf_bridge import QwenBridge
+from trainer.hf_bridge import BRIDGES
 from trainer.logprob import VocabShard, linear_logprobs
 
 _BUCKET_PARAMETERS = 40_000_000
@@ -48,11 +48,18 @@ class Policy:
         """Builds the model of `model_dir`/config.json; `load_hf` or a checkpoint fills it.
 
         Raises:
-          BadRequestError: config.json is missing or names another architecture.
+          BadRequestError: config.json is missing, `architecture.check` refuses it, or the grid has
+            expert-parallel ranks and the model no experts.
         """
         self.device = device
         self.model_dir = model_dir
-        self.hf_config = _read_config(model_dir)
+        self._config = architecture.read_config(model_dir)
+        self.hf_config = _transformers_config(model_dir, self._config)
+        if grid.expert_parallel > 1 and not architecture.family_of(self._config).has_experts:
+            raise BadRequestError(
+                f"the grid has expert_parallel={grid.expert_parallel}, but the model in {model_dir} "
+                "has no experts; set it to 1"
+            )
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=grid.tensor_parallel,
@@ -61,7 +68,8 @@ class Policy:
                 expert_tensor_parallel_size=1,
             )
         model_parallel_cuda_manual_seed(seed)
-        self._bridge = QwenBridge(self.hf_config, dtype=torch.float32)
+        bridge = BRIDGES[self._config["architectures"][0]]
+        self._bridge = bridge(self.hf_config, dtype=torch.float32)
         self.config = self._bridge.config
         self.module = self._bridge.build()
         self.ddp = DistributedDataParallel(
@@ -87,15 +95,16 @@ class Policy:
         return sum(p.numel() for p in self.module.parameters())
 
     def load_hf(self) -> None:
-        """Reads the weights of model_dir. Raises BadRequestError when there are none."""
-        if not any(self.model_dir.glob("*.safetensors")):
-            raise BadRequestError(
-                f"{self.model_dir} holds no *.safetensors; make some with trainer.init_model"
-            )
+        """Reads the weights of model_dir.
+
+        Raises:
+          BadRequestError: there are none, or they are not exactly those of its config.json.
+        """
+        hf_import.check_weights(self.model_dir, architecture.tensor_shapes(self._config))
         self._bridge.load(self.module, str(self.model_dir))
 
     def export_named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (Hugging Face name, tensor); see QwenBridge.export_named_tensors."""
+        """Yields (Hugging Face name, tensor); see HfBridge.export_named_tensors."""
         return self._bridge.export_named_tensors(self.module)
 
     def set_router_aux_loss(self, coefficient: float) -> None:
@@ -160,14 +169,8 @@ class Policy:
         return VocabShard(parallel_state.get_tensor_model_parallel_group(), first), banned
 
 
-def _read_config(model_dir: Path) -> Any:
-    path = model_dir / "config.json"
-    try:
-        architectures = json.loads(path.read_text()).get("architectures", [])
-    except (OSError, json.JSONDecodeError) as error:
-        raise BadRequestError(f"cannot read {path}: {error}") from error
-    if architectures != ["Qwen3MoeForCausalLM"]:
-        raise BadRequestError(
-            f"{path} names {architectures}: this trainer knows Qwen3MoeForCausalLM"
-        )
-    return AutoConfig.from_pretrained(str(model_dir))
+def _transformers_config(model_dir: Path, config: dict[str, Any]) -> Any:
+    result = AutoConfig.from_pretrained(str(model_dir))
+    # What transformers finds depends on its version and on the one that wrote the file.
+    result.rope_theta = config["rope_theta"]
+    return result

@@ -47,14 +47,17 @@ def logits(policy: Policy, chosen: list[batch.Sequence], budget: int) -> list[to
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", testbed.FAMILIES)
 def test_logits_match_transformers_and_export_is_exact(
-    tmp_path: Path, device: Device, tied: bool
+    tmp_path: Path, device: Device, family: str, tied: bool
 ) -> None:
-    from transformers import Qwen3MoeForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    folder = testbed.write_model(tmp_path / "m", scale=5.0, tie_word_embeddings=tied)
+    folder = testbed.write_model(
+        tmp_path / "m", scale=5.0, **testbed.FAMILIES[family] | {"tie_word_embeddings": tied}
+    )
     policy = make_policy(folder, device)
-    reference = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     chosen = sequences()
     for sequence, ours in zip(chosen, logits(policy, chosen, 1000), strict=True):
         ids = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
@@ -96,10 +99,29 @@ def test_exported_folder_loads_again(model_dir: Path, device: Device, tmp_path: 
 def test_folders_that_cannot_be_used_are_named(tmp_path: Path, device: Device) -> None:
     with pytest.raises(BadRequestError, match=r"cannot read .*config.json"):
         Policy(tmp_path / "nothing", GridConfig(), device, seed=0)
-    other = testbed.write_model(tmp_path / "other", architectures=["LlamaForCausalLM"])
-    with pytest.raises(BadRequestError, match="LlamaForCausalLM"):
+    other = testbed.write_model(tmp_path / "other", model_type="llama")
+    with pytest.raises(BadRequestError, match="model_type is 'llama'"):
         Policy(other, GridConfig(), device, seed=0)
     bare = testbed.write_model(tmp_path / "bare")
     (bare / "model.safetensors").unlink()
     with pytest.raises(BadRequestError, match="init_model"):
         Policy(bare, GridConfig(), device, seed=0).load_hf()
+    dense = testbed.write_model(tmp_path / "dense", **testbed.FAMILIES["llama"])
+    with pytest.raises(BadRequestError, match="expert_parallel=2, but the model .* no experts"):
+        Policy(dense, GridConfig(expert_parallel=2), device, seed=0)
+
+
+def test_a_config_of_a_newer_transformers_gives_the_same_model(
+    tmp_path: Path, device: Device
+) -> None:
+    """It keeps the rope base where ours does not look."""
+    llama = testbed.FAMILIES["llama"]
+    old = testbed.write_model(tmp_path / "old", scale=5.0, **llama)
+    rope = {"rope_type": "default", "rope_theta": llama["rope_theta"]}
+    new = testbed.write_model(
+        tmp_path / "new", scale=5.0, **llama | {"rope_theta": None, "rope_parameters": rope}
+    )
+    chosen = sequences()
+    expected = logits(make_policy(old, device), chosen, 1000)
+    for ours, theirs in zip(logits(make_policy(new, device), chosen, 1000), expected, strict=True):
+        assert torch.equal(ours, theirs)

@@ -46,6 +46,23 @@ TINY = {
     "router_aux_loss_coef": 0.001,
 }
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0,
+    },
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": 16,  # more than a head's share of hidden_size
+        "rope_theta": 1000000.0,
+    },
+    "qwen3_moe": {},
+}
+"""What sets a tiny model of each family apart from TINY."""
+
 
 def write_model(folder: Path, seed: int = 0, scale: float = 1.0, **overrides: object) -> Path:
     """A model folder with random weights; `scale` multiplies matrices so that outputs differ."""
