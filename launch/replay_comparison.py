@@ -22,6 +22,7 @@ _NOT_COMPARED = (
     "spans",
     "time_",
     "guard_",
+    "checkpoint_",
 )
 """Beginnings of names that tell of the moment and not of the training."""
 

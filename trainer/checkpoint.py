@@ -1,12 +1,13 @@
-"""Checkpoints: model, optimizer, random state and progress, written whole or not at all.
+"""The checkpoints of a run as files: whole or absent, and verified when they are read.
 
     checkpoints/000007-rl-40/   manifest.json, *.distcp, .metadata, metadata.json
+                .partial-NAME   is being written          .deleted-NAME   is being deleted
+                .refused-NAME   did not verify; the newest of these stays to be looked at
 
-Tensors are in megatron's `torch_dist` format, which another grid can load. A checkpoint is
-written to a hidden folder, synced, given its manifest, and renamed. The manifest holds the
-SHA-256 of every file; a load verifies it and, when it does not match, says so and takes the
-checkpoint before. Owner: the trainer; only one writes to a folder. Of several ranks all take part in
-a save and a load, the first alone names, seals and deletes, and all need to see the folder.
+A checkpoint is written to a hidden folder, synced, given its manifest, and renamed. The manifest
+holds the SHA-256 of every file and of itself; a load verifies all, and where they do not match, says
+so and takes the checkpoint before. Owner: the trainer; only one writes to a folder. Of several ranks
+the first alone names, seals and deletes, and all need to see the folder.
 """
 
 from __future__ import annotations
@@ -16,25 +17,17 @@ import hashlib
 import json
 import logging
 import os
-import queue
 import shutil
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
+from trainer import ranks
 from trainer.errors import BadRequestError, CorruptCheckpointError
-from trainer.step import Learner
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 _MANIFEST = "manifest.json"
-_SHARDING = "fully_reshardable"
+_PARTIAL, _DELETED, _REFUSED = ".partial-", ".deleted-", ".refused-"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +39,7 @@ class Progress:
     rl_step: int = 0  # RL steps done, the manager's count of optimizer steps
     weight_version: int = 0  # last one published
     finished_stages: tuple[str, ...] = ()
+    batch_ids: tuple[str, ...] = ()  # of the RL steps done, in their order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,45 +68,74 @@ class CheckpointStore:
         """Complete checkpoints, oldest first; not verified."""
         return sorted(p for p in self._folder.iterdir() if p.name[0].isdigit())
 
-    def save(self, learner: Learner, progress: Progress) -> Path:
-        """Writes a checkpoint; it is durable when this returns. Then deletes the oldest."""
-        path = self._folder / _from_first(lambda: self._next_name(progress))
-        partial = self._folder / f".partial-{path.name}"
-        _from_first(lambda: _empty(partial))
-        with_optimizer = _has_state(learner)
-        dist_checkpointing.save(
-            _state(learner, loading=False, with_optimizer=with_optimizer),
-            str(partial),
-            content_metadata={"distrib_optim_sharding_type": _SHARDING},
-        )
-        dist.barrier()  # every rank's files are there
+    def open(self, progress: Progress) -> Path:
+        """An empty hidden folder for the next checkpoint. Only one is open at a time.
 
-        def seal() -> None:
-            _write_manifest(partial, progress, with_optimizer)
-            partial.rename(path)
-            _sync(self._folder)
-            for old in self._superseded():
-                shutil.rmtree(old)
+        What a process that was killed had not finished writing or deleting is deleted first.
+        """
+        for left in self._folder.iterdir():
+            if left.name.startswith((_PARTIAL, _DELETED)):
+                shutil.rmtree(left)
+        names = [p.name.removeprefix(_REFUSED) for p in self._folder.iterdir()]
+        index = 1 + max((int(n.split("-")[0]) for n in names if n[0].isdigit()), default=0)
+        name = f"{index:06d}-{progress.stage or 'start'}-{progress.stage_step}"
+        folder = self._folder / (_PARTIAL + name)
+        folder.mkdir()
+        return folder
 
-        _from_first(seal)
+    def seal(
+        self, folder: Path, progress: Progress, has_optimizer: bool, digests: Mapping[str, str]
+    ) -> Path:
+        """Makes a checkpoint of what was written to `folder`, durably, and deletes the oldest.
+
+        Args: digests are SHA-256 by file of what is synced already; other files are read.
+        Raises: OSError.
+        """
+        files = dict(digests)
+        for file in (p for p in folder.rglob("*") if p.is_file()):
+            name = str(file.relative_to(folder))
+            if name not in files:
+                _sync(file)
+                files[name] = _digest(file)
+        manifest = folder / _MANIFEST
+        manifest.write_bytes(_manifest_of(progress, has_optimizer, files))
+        _sync(manifest)
+        _sync(folder)
+        path = self._folder / folder.name.removeprefix(_PARTIAL)
+        folder.rename(path)
+        _sync(self._folder)
+        for old in self._superseded():
+            self._delete(old)
         return path
+
+    def discard(self, folder: Path) -> None:
+        """Deletes what `open` gave, as far as that is possible."""
+        shutil.rmtree(folder, ignore_errors=True)
 
     def find(self, name: str) -> Checkpoint:
         """The checkpoint `name`, verified. Raises CorruptCheckpointError."""
         return verify(self._folder / name)
 
     def latest(self) -> Checkpoint | None:
-        """Returns the newest checkpoint that verifies, or None. Logs those that do not."""
+        """The newest checkpoint that verifies, or None, on every rank.
 
-        def newest() -> Checkpoint | None:
-            for path in reversed(self.paths()):
-                try:
-                    return verify(path)
-                except CorruptCheckpointError as error:
-                    _log.error("checkpoint refused, the one before is used: %s", error)
-            return None
+        Newer ones are refused: the log says why, and they are renamed. Training goes on from the
+        one before, and what they hold is of a past that did not happen.
+        """
+        return ranks.from_first(self._latest)
 
-        return _from_first(newest)
+    def _latest(self) -> Checkpoint | None:
+        for path in reversed(self.paths()):
+            try:
+                return verify(path)
+            except CorruptCheckpointError as error:
+                aside = self._folder / (_REFUSED + path.name)
+                _log.error("checkpoint refused, the one before is used: %s", error)
+                for old in self._folder.glob(_REFUSED + "*"):
+                    shutil.rmtree(old, ignore_errors=True)
+                path.rename(aside)
+                _log.error("%s is now %s: delete it once you have looked at it", path, aside)
+        return None
 
     def progress_of_newest(self) -> list[Progress]:
         """Progress of the newest `kept`, oldest first, from manifests alone.
@@ -121,10 +144,13 @@ class CheckpointStore:
         """
         return [p for path in self.paths()[-self._kept :] if (p := _progress(path)) is not None]
 
-    def _next_name(self, progress: Progress) -> str:
-        existing = self.paths()
-        index = int(existing[-1].name.split("-")[0]) + 1 if existing else 1
-        return f"{index:06d}-{progress.stage or 'start'}-{progress.stage_step}"
+    def _delete(self, path: Path) -> None:
+        """Deletes a checkpoint; it is never there in part, and one that cannot go stays."""
+        try:
+            gone = path.rename(self._folder / (_DELETED + path.name))
+            shutil.rmtree(gone)
+        except OSError as error:
+            _log.warning("an old checkpoint was not deleted: %s", error)
 
     def _superseded(self) -> list[Path]:
         """Checkpoints that nothing needs any more."""
@@ -166,159 +192,24 @@ def start_of_rl(folder: Path) -> Checkpoint:
     )
 
 
-def load_model(learner: Learner, checkpoint: Checkpoint) -> None:
-    """Loads the weights and the random state, not the optimizer."""
-    _load(learner, checkpoint, with_optimizer=False)
-
-
-def load_all(learner: Learner, checkpoint: Checkpoint) -> None:
-    """Loads weights, random state and optimizer; `begin_stage` of the same stage comes first."""
-    _load(learner, checkpoint, with_optimizer=checkpoint.has_optimizer)
-
-
 def verify(path: Path) -> Checkpoint:
-    """Checks every file against the manifest.
+    """Checks the manifest and every file in it.
 
     Raises:
-      CorruptCheckpointError: the manifest is missing or unreadable, or a file differs.
+      CorruptCheckpointError: the manifest is missing or not as it was written, or a file differs.
     """
     files, checkpoint = _read_manifest(path)
     for name, wanted in files.items():
         file = path / name
-        got = _digest(file) if file.is_file() else "no such file"
-        if got != wanted:
-            raise CorruptCheckpointError(
-                f"{file}: sha256 is {got}, the manifest says {wanted}; delete {path} if no copy "
-                "of it exists"
-            )
-    return checkpoint
-
-
-def _from_first(work: Callable[[], _T]) -> _T:
-    """What `work` returns on the first rank, on every rank; it runs there alone.
-
-    Raises on every rank what it raises there.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return work()
-    said: list[Any] = [None, None]
-    if dist.get_rank() == 0:
         try:
-            said[0] = work()
-        except Exception as error:  # noqa: BLE001 - raised again below, on every rank
-            said[1] = error
-    dist.broadcast_object_list(said, 0)
-    if said[1] is not None:
-        raise said[1]
-    result: _T = said[0]
-    return result
-
-
-def _empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-
-
-def _optimizers(learner: Learner) -> list[Any]:
-    return list(getattr(learner.optimizer, "chained_optimizers", [learner.optimizer]))
-
-
-def _has_state(learner: Learner) -> bool:
-    """megatron cannot save an optimizer that has taken no step yet."""
-    if learner.optimizer is None:
-        return False
-    return all(bool(o.optimizer.state) for o in _optimizers(learner))
-
-
-def _state(learner: Learner, loading: bool, with_optimizer: bool) -> dict[str, Any]:
-    _keep_adam_step()
-    _save_in_process()
-    metadata = {
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        "distrib_optim_sharding_type": _SHARDING,
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-    }
-    model = learner.policy.module.sharded_state_dict(metadata=metadata)
-    state: dict[str, Any] = {"model": model, "random": {"torch": torch.get_rng_state()}}
-    if with_optimizer:
-        state["optimizer"] = learner.optimizer.sharded_state_dict(
-            model, is_loading=loading, metadata=metadata
-        )
-    return state
-
-
-def _load(learner: Learner, checkpoint: Checkpoint, with_optimizer: bool) -> None:
-    if with_optimizer:
-        for optimizer in _optimizers(learner):
-            # megatron loads into existing state only; these values are overwritten.
-            optimizer._init_optimizer_states_with_dummy_values()
-    loaded = dist_checkpointing.load(
-        _state(learner, loading=True, with_optimizer=with_optimizer), str(checkpoint.path)
-    )
-    learner.policy.module.load_state_dict(loaded["model"])
-    torch.set_rng_state(loaded["random"]["torch"])
-    if not with_optimizer:
-        return
-    learner.optimizer.load_state_dict(_fitted(learner, loaded["optimizer"]))
-    for optimizer in _optimizers(learner):
-        for state in optimizer.optimizer.state.values():
-            # Loading makes all parameters share one step tensor, and AdamW would then count a
-            # step for each parameter.
-            state["step"] = state["step"].clone()
-
-
-def _fitted(learner: Learner, loaded: dict[Any, Any]) -> dict[Any, Any]:
-    """Loaded optimizer state in the nesting that this grid's optimizer wants.
-
-    Tensors are found by parameter on any grid. The rest lies in one dictionary, or, where experts
-    have an optimizer of their own, in one for each; another grid may have the other form. What is
-    state in it is the count of steps: rates and decays are set anew by the stage.
-    """
-    optimizers = _optimizers(learner)
-    was_one, is_one = "optimizer" in loaded, len(optimizers) == 1
-    if was_one == is_one:
-        return loaded
-    saved = loaded if was_one else loaded[0]
-    (step,) = {group["step"] for group in saved["optimizer"]["param_groups"]}
-    parts = []
-    for index, optimizer in enumerate(optimizers):
-        own = optimizer.state_dict()["optimizer"]
-        groups = [{**group, "step": step} for group in own["param_groups"]]
-        tensors = {
-            k: v for k, v in (loaded if is_one else loaded[index]).items() if k not in (0, 1)
-        }
-        other = {k: v for k, v in saved.items() if isinstance(k, str) and k != "param_state"}
-        parts.append({**other, **tensors, "optimizer": {**own, "param_groups": groups}})
-    return parts[0] if is_one else dict(enumerate(parts))
-
-
-def _keep_adam_step() -> None:
-    """torch's AdamW keeps a step a parameter, which megatron's format has no place for.
-
-    Without Transformer Engine or Apex megatron uses torch's AdamW; the step count itself is
-    stored with the parameter groups.
-    """
-    original: Any = DistributedOptimizer._set_main_param_and_optimizer_states
-    if getattr(original, "_keeps_adam_step", False):
-        return
-
-    def patched(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
-        return original(self, model_param, {"step": None, **tensors})
-
-    patched._keeps_adam_step = True  # type: ignore[attr-defined]
-    DistributedOptimizer._set_main_param_and_optimizer_states = patched
-
-
-def _save_in_process() -> None:
-    """Makes megatron collect its writers' results in this process.
-
-    Saves are synchronous and write with threads, so a plain queue will do. megatron's own is
-    served by a child process, which imports the main module again, costs seconds, and outlives
-    a trainer that is killed.
-    """
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.Queue()
+            got = _digest(file)
+        except FileNotFoundError:
+            got = "no such file"
+        except OSError as error:
+            got = f"not to be had: {error}"
+        if got != wanted:
+            raise CorruptCheckpointError(f"{file}: sha256 is {got}, the manifest says {wanted}")
+    return checkpoint
 
 
 def _digest(file: Path) -> str:
@@ -334,20 +225,15 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write_manifest(folder: Path, progress: Progress, has_optimizer: bool) -> None:
-    files = {}
-    for file in sorted(p for p in folder.rglob("*") if p.is_file()):
-        _sync(file)
-        files[str(file.relative_to(folder))] = _digest(file)
-    manifest = folder / _MANIFEST
-    content = {
+def _manifest_of(progress: Progress, has_optimizer: bool, files: Mapping[str, str]) -> bytes:
+    """The manifest's bytes, the same ones for the same content."""
+    content: dict[str, Any] = {
         "progress": dataclasses.asdict(progress),
         "has_optimizer": has_optimizer,
-        "sha256": files,
+        "sha256": dict(sorted(files.items())),
     }
-    manifest.write_text(json.dumps(content, indent=1))
-    _sync(manifest)
-    _sync(folder)
+    own = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return json.dumps({**content, "sha256_of_this": own}, indent=1).encode()
 
 
 def _progress(path: Path) -> Progress | None:
@@ -359,11 +245,18 @@ def _progress(path: Path) -> Progress | None:
 
 
 def _read_manifest(path: Path) -> tuple[dict[str, str], Checkpoint]:
+    manifest = path / _MANIFEST
     try:
-        content = json.loads((path / _MANIFEST).read_text())
-        progress = dict(content["progress"])
-        progress["finished_stages"] = tuple(progress["finished_stages"])
-        checkpoint = Checkpoint(path, Progress(**progress), bool(content["has_optimizer"]))
-        return dict(content["sha256"]), checkpoint
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorruptCheckpointError(f"{path / _MANIFEST} cannot be read: {error!r}") from error
+        raw = manifest.read_bytes()
+        content = json.loads(raw)
+        fields: dict[str, Any] = dict(content["progress"])
+        for name in ("finished_stages", "batch_ids"):
+            fields[name] = tuple(fields[name])
+        progress = Progress(**fields)
+        files, has_optimizer = dict(content["sha256"]), bool(content["has_optimizer"])
+        is_whole = raw == _manifest_of(progress, has_optimizer, files)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(f"{manifest} cannot be read: {error!r}") from error
+    if not is_whole:
+        raise CorruptCheckpointError(f"{manifest} is not as it was written")
+    return files, Checkpoint(path, progress, has_optimizer)

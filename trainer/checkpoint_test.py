@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from rollout.client import write_sequences
 from trainer import checkpoint, testbed
 from trainer.checkpoint import CheckpointStore, Progress
+from trainer.checkpoint_saver import CheckpointSaver
 from trainer.config import GridConfig, OptimConfig
 from trainer.device import Device
 from trainer.errors import BadRequestError, CorruptCheckpointError
@@ -60,44 +62,84 @@ def test_three_steps_a_new_process_and_three_more_equal_six(
     assert second["weights"] == whole["weights"]
 
 
-def test_corrupt_checkpoint_is_refused_and_the_one_before_used(
+def truncated(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flipped(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(bytes(data))
+
+
+def test_any_file_that_is_torn_flipped_or_missing_is_named_and_the_one_before_used(
     tmp_path: Path, model_dir: Path, device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
     learner = make_learner(model_dir, device)
     store = CheckpointStore(tmp_path / "checkpoints", kept=3)
-    good = store.save(learner, Progress("sft", 1))
-    bad = store.save(learner, Progress("sft", 2, 0, 7, ("pretrain",)))
+    saver = CheckpointSaver(store, device)
+    good = saver.save(learner, Progress("sft", 1)).path
+    progress = Progress("rl", 2, 2, 7, ("pretrain",), ("b1", "b2"))
+    bad = saver.save(learner, progress).path
     latest = store.latest()
     assert latest is not None
-    assert latest.progress == Progress("sft", 2, 0, 7, ("pretrain",))
-    victim = next(bad.glob("*.distcp"))
-    data = bytearray(victim.read_bytes())
-    data[len(data) // 2] ^= 1
-    victim.write_bytes(bytes(data))
-    with pytest.raises(CorruptCheckpointError, match=r"distcp: sha256 is .* the manifest says"):
-        checkpoint.verify(bad)
-    latest = store.latest()
-    assert latest is not None
-    assert latest.path == good
-    assert "the one before is used" in caplog.text
+    assert latest.progress == progress
+    sound = tmp_path / "sound"
+    shutil.copytree(bad, sound)
+    names = sorted(p.name for p in sound.iterdir())
+    assert names == [".metadata", "__0_0.distcp", "manifest.json", "metadata.json"]
+    for name in names:
+        for damage in (truncated, flipped, Path.unlink, lambda file: file.write_bytes(b"")):
+            shutil.rmtree(bad, ignore_errors=True)
+            shutil.copytree(sound, bad)
+            damage(bad / name)
+            with pytest.raises(CorruptCheckpointError, match=f"{name}(:| is not| cannot)"):
+                checkpoint.verify(bad)
+            caplog.clear()
+            latest = store.latest()
+            assert latest is not None
+            assert latest.path == good
+            assert "the one before is used" in caplog.text
+            assert str(bad / name) in caplog.text
+    # It stays to be looked at, and never comes back as a checkpoint.
+    assert (tmp_path / "checkpoints" / f".refused-{bad.name}").is_dir()
+    assert store.paths() == [good]
+    assert saver.save(learner, progress).path.name == "000003-rl-2"
+
+
+def test_each_byte_of_a_manifest_counts(tmp_path: Path, model_dir: Path, device: Device) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", kept=1)
+    path = CheckpointSaver(store, device).save(make_learner(model_dir, device), Progress()).path
+    manifest = path / "manifest.json"
+    sound = manifest.read_bytes()
+    for i in range(len(sound)):
+        manifest.write_bytes(sound[:i] + bytes([sound[i] ^ 1]) + sound[i + 1 :])
+        with pytest.raises(CorruptCheckpointError, match="manifest.json"):
+            checkpoint.verify(path)
+    manifest.write_bytes(sound)
+    checkpoint.verify(path)
 
 
 def test_unfinished_and_manifestless_folders_are_no_checkpoints(
     tmp_path: Path, model_dir: Path, device: Device
 ) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", kept=3)
+    saver = CheckpointSaver(store, device)
     assert store.latest() is None
     (tmp_path / "checkpoints" / ".partial-000001-sft-1").mkdir()
     (tmp_path / "checkpoints" / "000002-sft-2").mkdir()
     assert store.latest() is None
-    assert store.save(make_learner(model_dir, device), Progress("sft", 3)).name == "000003-sft-3"
+    assert (
+        saver.save(make_learner(model_dir, device), Progress("sft", 3)).path.name == "000003-sft-3"
+    )
 
 
 def test_only_the_newest_are_kept(tmp_path: Path, model_dir: Path, device: Device) -> None:
     learner = make_learner(model_dir, device)
     store = CheckpointStore(tmp_path / "checkpoints", kept=2)
+    saver = CheckpointSaver(store, device)
     for step in range(1, 5):
-        store.save(learner, Progress("rl", step))
+        saver.save(learner, Progress("rl", step))
     assert [p.name for p in store.paths()] == ["000003-rl-3", "000004-rl-4"]
     assert [p.stage_step for p in store.progress_of_newest()] == [3, 4]
 
@@ -107,13 +149,14 @@ def test_the_end_of_each_stage_is_kept_beside_the_newest(
 ) -> None:
     learner = make_learner(model_dir, device)
     store = CheckpointStore(tmp_path / "checkpoints", kept=1, keep_stage_ends=True)
-    store.save(learner, Progress("pretrain", 9))
-    store.save(learner, Progress("pretrain", 10, finished_stages=("pretrain",)))
-    store.save(learner, Progress("sft", 4, finished_stages=("pretrain",)))
-    store.save(learner, Progress("sft", 5, 0, 1, ("pretrain", "sft")))
-    store.save(learner, Progress("sft", 5, 0, 2, ("pretrain", "sft")))
+    saver = CheckpointSaver(store, device)
+    saver.save(learner, Progress("pretrain", 9))
+    saver.save(learner, Progress("pretrain", 10, finished_stages=("pretrain",)))
+    saver.save(learner, Progress("sft", 4, finished_stages=("pretrain",)))
+    saver.save(learner, Progress("sft", 5, 0, 1, ("pretrain", "sft")))
+    saver.save(learner, Progress("sft", 5, 0, 2, ("pretrain", "sft")))
     for step in (1, 2):
-        store.save(learner, Progress("rl", step, step, 3, ("pretrain", "sft")))
+        saver.save(learner, Progress("rl", step, step, 3, ("pretrain", "sft")))
     kept = ["000002-pretrain-10", "000005-sft-5", "000007-rl-2"]
     assert [p.name for p in store.paths()] == kept
     assert [p.stage_step for p in store.progress_of_newest()] == [2]

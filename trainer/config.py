@@ -305,6 +305,22 @@ class RlConfig(_Settings):
         return self
 
 
+class CheckpointConfig(_Settings):
+    """How checkpoints are written; run_checkpoints.py and checkpoint_saver.py."""
+
+    asynchronous: bool = True
+    """The checkpoints of `checkpoint_every_steps` are written while training goes on, from a copy in
+    the host's memory that is as large as what the rank writes, and stays. False: training waits,
+    and nothing is copied. Checkpoints at a stage's end, at a stop and on request are waited for."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """How long training waits for a save that is still being written when the next is due or the
+    process ends, from that save's beginning; ranks wait for one another as long."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """What a save during a stage that fails does, as on a full disk. continue: it is told and
+    counted, and the next one that is due tries again. stop: the stage fails. The save at a stage's
+    end fails the stage either way."""
+
+
 class TrainerConfig(_Settings):
     """All settings of the trainer process."""
 
@@ -350,6 +366,8 @@ class TrainerConfig(_Settings):
     """Most trained tokens whose logits exist at one time."""
     checkpoints_kept: int = Field(default=3, gt=0)
     """Newest checkpoints kept on disk; older ones are deleted."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """How they are written."""
     keep_stage_ends: bool = True
     """Keeps the checkpoint at the end of each stage too: a replay of the RL stage starts from the
     one before it."""

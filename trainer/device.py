@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,30 @@ class Device:
         if self.is_cpu:
             return torch.device("cpu")
         return torch.device(self.type, int(os.environ.get("LOCAL_RANK", "0")))
+
+    def host_buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the host that a tensor of this device is copied to fast."""
+        import torch
+
+        return torch.empty(shape, dtype=dtype, pin_memory=not self.is_cpu)
+
+    def synchronize(self) -> None:
+        """Returns when all work that was given to the device is done."""
+        import torch
+
+        if not self.is_cpu:
+            torch.cuda.synchronize(self.torch_device)
+
+    def host_group(self, timeout_s: float) -> dist.ProcessGroup | None:
+        """All ranks, for what a thread of its own tells the others; None: there is one rank.
+
+        Every rank calls it at the same time. Args: timeout_s is how long a rank may be waited for.
+        """
+        import torch.distributed as dist
+
+        if dist.get_world_size() == 1:
+            return None
+        return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
 
 
 def enter(num_threads: int, collective_timeout_s: float) -> Device:

@@ -25,6 +25,10 @@ class CorruptCheckpointError(TrainerError):
     """A checkpoint's files do not match its manifest."""
 
 
+class CheckpointWriteError(TrainerError):
+    """A checkpoint could not be written; nothing of it is left, and those before it are whole."""
+
+
 class StageConflictError(TrainerError):
     """A stage was asked for while another runs, or cannot run in this state."""
 
@@ -55,6 +59,7 @@ STATUS_CODES: dict[type[TrainerError], grpc.StatusCode] = {
     NonFiniteError: grpc.StatusCode.INTERNAL,
     GuardError: grpc.StatusCode.INTERNAL,
     CorruptCheckpointError: grpc.StatusCode.DATA_LOSS,
+    CheckpointWriteError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     StageConflictError: grpc.StatusCode.FAILED_PRECONDITION,
     BadRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     PublishFailedError: grpc.StatusCode.UNAVAILABLE,

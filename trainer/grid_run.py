@@ -5,8 +5,9 @@
 
 Every grid trains the same global batches. Rank 0 prints JSON: `losses`, `grad_norms` and `entropies`
 by step, and whether the export before the first step was exactly what was loaded; it writes the
-weights after the last step to --out. With --save a checkpoint follows the last step; with --resume
-steps go on after the newest checkpoint there.
+weights after the last step to --out. With --save a checkpoint is written while the steps after
+--save-after are taken; `save_error` says why it was not. With --resume steps go on after the newest
+checkpoint there.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from trainer import loss as losses
 from trainer import testbed
 from trainer.batch import MicroBatch
 from trainer.config import GridConfig, LossConfig, OptimConfig
+from trainer.errors import CheckpointWriteError
 
 _TOKEN_BUDGET = 60
 _COLLECTIVE_TIMEOUT_S = 120.0
@@ -69,6 +71,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--num-steps", type=int, default=3, help="counted from the very first")
     parser.add_argument("--save", type=Path)
+    parser.add_argument("--save-after", type=int, default=3, help="the step that is saved")
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--lr", type=float, default=1e-3)
     for name in ("tensor", "pipeline", "expert"):
@@ -78,8 +81,9 @@ def main() -> None:
     from megatron.core import parallel_state
     from safetensors.torch import load_file, save_file
 
-    from trainer import checkpoint as checkpoints
+    from trainer import checkpoint_state
     from trainer.checkpoint import CheckpointStore, Progress
+    from trainer.checkpoint_saver import CheckpointSaver
     from trainer.model import Policy
     from trainer.step import Learner
 
@@ -107,9 +111,13 @@ def main() -> None:
     if arguments.resume is not None:
         checkpoint = CheckpointStore(arguments.resume, kept=1).latest()
         assert checkpoint is not None
-        checkpoints.load_model(learner, checkpoint)
-        checkpoints.load_all(learner, checkpoint)
+        checkpoint_state.load_model(learner, checkpoint)
+        checkpoint_state.load_all(learner, checkpoint)
         completed = checkpoint.progress.stage_step
+    saver = None
+    if arguments.save is not None:
+        store = CheckpointStore(arguments.save, kept=2)
+        saver = CheckpointSaver(store, device, _COLLECTIVE_TIMEOUT_S)
     updates = []
     for step in range(completed + 1, arguments.num_steps + 1):
         sequences = global_batch(step)
@@ -132,10 +140,14 @@ def main() -> None:
 
         loss_of = functools.partial(objective, advantage, num_tokens)
         updates.append(learner.update(own, loss_of, step, with_entropy=True))
-    if arguments.save is not None:
-        CheckpointStore(arguments.save, kept=1).save(
-            learner, Progress("grid", stage_step=arguments.num_steps)
-        )
+        if saver is not None and step == arguments.save_after:
+            saver.begin(learner, Progress("grid", stage_step=step))
+    save_error = ""
+    if saver is not None:
+        try:
+            saver.wait()
+        except CheckpointWriteError as error:
+            save_error = str(error)
     final = {n: t.clone().contiguous() for n, t in policy.export_named_tensors()}
     if dist.get_rank() == 0:
         save_file(final, arguments.out)
@@ -143,6 +155,7 @@ def main() -> None:
             json.dumps(
                 {
                     "is_export_exact": is_exact,
+                    "save_error": save_error,
                     "losses": [update.loss for update in updates],
                     "grad_norms": [update.grad_norm for update in updates],
                     "entropies": [update.entropy for update in updates],

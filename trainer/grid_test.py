@@ -4,10 +4,14 @@ and thirty steps give the same curve on every run, and the committed one on ever
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import resource
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +21,7 @@ from safetensors.torch import load_file
 
 from proto.free_ports import free_ports
 from trainer import testbed
+from trainer.checkpoint import CheckpointStore
 
 # Made by `trainer.grid_run --num-steps=30` on the model below.
 CURVE = Path(__file__).parent / "testdata" / "curve.json"
@@ -37,13 +42,21 @@ class Trained:
     """What rank 0 said, and the weights that it wrote."""
 
     is_export_exact: bool
+    save_error: str
     losses: list[float]
     grad_norms: list[float]
     entropies: list[float]
     weights: dict[str, torch.Tensor]
 
 
-def train(folder: Path, model: Path, num_ranks: int, arguments: list[str]) -> Trained:
+def train(
+    folder: Path,
+    model: Path,
+    num_ranks: int,
+    arguments: list[str],
+    before_rank: Callable[[int], None] = lambda _: None,
+) -> Trained:
+    """Args: before_rank is called in each rank's process before it begins."""
     out = folder / "weights.safetensors"
     command = [sys.executable, "-P", "-m", "trainer.grid_run", f"--model-dir={model}"]
     environment = {
@@ -56,6 +69,7 @@ def train(folder: Path, model: Path, num_ranks: int, arguments: list[str]) -> Tr
         subprocess.Popen(
             [*command, f"--out={out}", *arguments],
             env={**environment, "RANK": str(rank)},
+            preexec_fn=functools.partial(before_rank, rank),  # noqa: PLW1509 - no threads here
             stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
             text=True,
         )
@@ -132,9 +146,12 @@ def test_thirty_steps_give_the_same_curve_bit_for_bit_and_the_committed_one(
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """The checkpoint of two tensor-parallel ranks after three steps."""
+    """What two tensor-parallel ranks saved after three steps, while they took two more."""
     folder = tmp_path_factory.mktemp("saved")
-    train(folder, model, 2, ["--tensor-parallel=2", f"--save={folder / 'checkpoints'}"])
+    arguments = ["--tensor-parallel=2", "--num-steps=5", f"--save={folder / 'checkpoints'}"]
+    trained = train(folder, model, 2, arguments)
+    assert trained.save_error == ""
+    assert len(trained.losses) == 5
     return folder / "checkpoints"
 
 
@@ -158,3 +175,21 @@ def test_another_grid_goes_on_with_the_next_step(
         for name in five_alone.weights
     )
     assert largest <= _WEIGHT_TOLERANCE
+
+
+def test_a_rank_that_cannot_write_fails_the_save_of_all_and_they_train_on(
+    tmp_path: Path, model: Path, saved: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(saved, folder)
+
+    def limit(rank: int) -> None:
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    arguments = [*GRIDS["tp2"][1], "--num-steps=5", "--save-after=4", f"--save={folder}"]
+    trained = train(tmp_path, model, 2, arguments, limit)
+    assert "rank 1: OSError: [Errno 27] File too large" in trained.save_error
+    assert len(trained.losses) == 5
+    assert [path.name for path in folder.iterdir()] == ["000001-grid-3"]
+    assert CheckpointStore(folder, kept=1).latest() is not None

@@ -37,7 +37,7 @@ from trainer import batch as batching
 from trainer import diagnostics, group_batch, loss
 from trainer.batch import MicroBatch
 from trainer.config import RlConfig
-from trainer.errors import GuardError, NonFiniteError
+from trainer.errors import CheckpointWriteError, GuardError, NonFiniteError
 from trainer.group_batch import GroupBatch
 from trainer.guards import Guards, Verdict
 from trainer.manager_link import ManagerLink
@@ -117,7 +117,8 @@ class RlStage:
                     scalars | clock.scalars(),
                     batch.staleness,
                     clock.spans,
-                )
+                ),
+                claimed.batch_id,
             )
             self._heed(verdict, is_last=step == num_steps)
             self._selection.after(step, num_steps)
@@ -143,7 +144,10 @@ class RlStage:
         if action == "pause":
             self._runner.hold(reason)
         elif action == "stop":
-            self._runner.save_if_changed()
+            try:
+                self._runner.save_if_changed()
+            except CheckpointWriteError as error:
+                _log.error("the guard stops the stage without a checkpoint: %s", error)
             raise GuardError(f"a guard stopped the stage: {reason}")
 
     def _next_batch(self, step: int, clock: StepClock) -> rollout_pb2.NextBatchReply:

@@ -26,8 +26,9 @@ def _nll(_index: int, _micro: MicroBatch, new: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     """Runs until killed."""
     device = devices.enter(1, 60.0)
-    from trainer import checkpoint as checkpoints
+    from trainer import checkpoint_state
     from trainer.checkpoint import CheckpointStore, Progress
+    from trainer.checkpoint_saver import CheckpointSaver
     from trainer.model import Policy
     from trainer.step import Learner
 
@@ -36,9 +37,10 @@ def main() -> None:
     learner = Learner(policy, 1000)
     learner.begin_stage(OptimConfig(warmup_steps=0), 1_000_000, 0.0)
     store = CheckpointStore(Path(sys.argv[2]), kept=2)
+    saver = CheckpointSaver(store, device)
     step = 0
     if latest := store.latest():
-        checkpoints.load_all(learner, latest)
+        checkpoint_state.load_all(learner, latest)
         step = latest.progress.stage_step
     rows = [batching.from_proto(row, testbed.VOCAB) for row in testbed.copy_rows(8)]
     micros = batching.make_micro_batches(rows, 1000, testbed.VOCAB, device.torch_device)
@@ -46,7 +48,7 @@ def main() -> None:
         step += 1
         learner.update(micros, _nll, step)
         print(f"saving {step}", flush=True)
-        store.save(learner, Progress("sft", step))
+        saver.save(learner, Progress("sft", step))
         print(f"saved {step}", flush=True)
 
 

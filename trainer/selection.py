@@ -115,6 +115,9 @@ class Selection:
             return
         self._runner.publish_if_changed()
         checkpoint = self._runner.save_if_changed()
+        if checkpoint is None:
+            _log.warning("no checkpoint for a score of step %d, training goes on", step)
+            return
         started = time.monotonic()
         reply = self._evaluate(step)
         if reply is None:

@@ -28,13 +28,14 @@ import numpy.typing as npt
 from proto import rollout_pb2
 from rollout.client import RolloutError
 from trainer import batch as batching
-from trainer import checkpoint as checkpoints
-from trainer import gap, hf_export
+from trainer import checkpoint, checkpoint_state, gap, hf_export
 from trainer.checkpoint import CheckpointStore, Progress
+from trainer.checkpoint_saver import CheckpointSaver, Saved
 from trainer.config import TrainerConfig
 from trainer.device import Device
 from trainer.errors import (
     BadRequestError,
+    CheckpointWriteError,
     PublishFailedError,
     StageConflictError,
     StoppedError,
@@ -44,6 +45,7 @@ from trainer.manager_link import ManagerLink, PublishResult
 from trainer.metrics_log import MetricsLog, StepRecord
 from trainer.model import Policy
 from trainer.rl import RlStage
+from trainer.run_checkpoints import RunCheckpoints
 from trainer.sft import SupervisedStage
 from trainer.step import Learner
 from trainer.version_steps import VersionSteps
@@ -100,14 +102,20 @@ class StageRunner:
         )
         self._loaded = self._store.latest()
         if self._loaded is None and config.replay_of is not None:
-            self._loaded = checkpoints.start_of_rl(config.replay_of / "checkpoints")
+            self._loaded = checkpoint.start_of_rl(config.replay_of / "checkpoints")
         self._progress = Progress()
         if self._loaded is None:
             policy.load_hf()
         else:
-            checkpoints.load_model(self.learner, self._loaded)
+            checkpoint_state.load_model(self.learner, self._loaded)
             self._progress = self._loaded.progress
-        self._saved = self._progress
+        self._checkpoints = RunCheckpoints(
+            self._store,
+            CheckpointSaver(self._store, device, config.checkpoint.timeout_s),
+            config.checkpoint,
+            self._loaded,
+            self._tell_saved,
+        )
         self._versions = VersionSteps(
             config.run_dir / "versions.jsonl",
             self._progress.weight_version if self._loaded is not None else 0,
@@ -225,7 +233,8 @@ class StageRunner:
         """
         while not self._stopping:
             self._jobs.get()()
-        if self._save_on_stop and self._progress != self._saved:
+        self._end_saves()
+        if self._save_on_stop and self._progress != self._checkpoints.saved:
             if self._is_sound and self.learner.num_updates == self._booked_updates:
                 self._save_at_the_end()
             else:
@@ -296,13 +305,20 @@ class StageRunner:
         self._check_stop()
         return future.result()
 
-    def step_done(self, record: StepRecord) -> None:
-        """Books a step: metrics, progress, the periodic checkpoint, then jobs that wait."""
+    def step_done(self, record: StepRecord, batch_id: str = "") -> None:
+        """Books a step: metrics, progress, the periodic checkpoint, then jobs that wait.
+
+        Args: batch_id is of the batch that an RL step trained.
+        """
         changes: dict[str, Any] = {"stage": record.stage, "stage_step": record.step}
         if self._status.stage is not None and self._status.stage.kind == "rl":
             changes["rl_step"] = record.step
+            changes["batch_ids"] = (*self._progress.batch_ids, batch_id)
         self._advance(**changes)
         self._booked_updates = self.learner.num_updates
+        self._checkpoints.poll()
+        scalars = record.scalars | self._checkpoints.take_scalars()
+        record = dataclasses.replace(record, scalars=scalars)
         self.metrics.append(record)
         with self._lock:
             self._status = dataclasses.replace(self._status, step=record.step, last_record=record)
@@ -310,7 +326,7 @@ class StageRunner:
         last = request is not None and record.step >= request.num_steps
         every = getattr(self.config, request.kind).checkpoint_every_steps if request else 0
         if every and record.step % every == 0 and not last:
-            self.save()
+            self._checkpoints.periodic(self.learner, self._progress)
         while self._paused or not self._jobs.empty():
             if self._stopping:
                 break
@@ -332,25 +348,22 @@ class StageRunner:
         self._check_stop()
 
     def save(self) -> Path:
-        """Writes a checkpoint of the moment and tells the manager during RL."""
-        path = self._store.save(self.learner, self._progress)
-        self._saved = self._progress
-        with self._lock:
-            self._status = dataclasses.replace(self._status, latest_checkpoint=str(path))
-            stage = self._status.stage
-        if stage is not None and stage.kind == "rl" and self._link is not None:
-            oldest = min(p.rl_step for p in self._store.progress_of_newest())
-            self._link.report_checkpoint(
-                rollout_pb2.ReportCheckpointRequest(
-                    step=self._progress.rl_step, oldest_kept_step=oldest
-                )
-            )
-        return path
+        """Writes a checkpoint of the moment, durably, and tells the manager during RL.
 
-    def save_if_changed(self) -> Path:
-        """The newest checkpoint, after a save unless it holds the progress of the moment."""
-        paths = self._store.paths()
-        return self.save() if self._progress != self._saved or not paths else paths[-1]
+        Raises:
+          CheckpointWriteError: it could not be written.
+        """
+        return self._checkpoints.now(self.learner, self._progress)
+
+    def save_if_changed(self) -> Path | None:
+        """The checkpoint of the moment, after a save unless there is one.
+
+        Returns None when it could not be written and the run goes on.
+
+        Raises:
+          CheckpointWriteError: it could not be written and trainer.checkpoint.on_failure is "stop".
+        """
+        return self._checkpoints.of_the_moment(self.learner, self._progress)
 
     def pin_checkpoint(self, name: str) -> None:
         """Keeps the checkpoint `name`, and no other, from being deleted with the oldest."""
@@ -362,7 +375,7 @@ class StageRunner:
         Raises:
           CorruptCheckpointError: it does not verify.
         """
-        checkpoints.load_model(self.learner, self._store.find(name))
+        checkpoint_state.load_model(self.learner, self._store.find(name))
         self._published_updates = -1
 
     def export(self, path: Path) -> tuple[int, int]:
@@ -395,11 +408,33 @@ class StageRunner:
         self._published_updates = self.learner.num_updates
         return result
 
+    def _tell_saved(self, saved: Saved) -> None:
+        """Shows a new checkpoint, and during RL tells the manager."""
+        with self._lock:
+            self._status = dataclasses.replace(self._status, latest_checkpoint=str(saved.path))
+            stage = self._status.stage
+        if stage is not None and stage.kind == "rl" and self._link is not None:
+            oldest = min(p.rl_step for p in self._store.progress_of_newest())
+            self._link.report_checkpoint(
+                rollout_pb2.ReportCheckpointRequest(
+                    step=saved.progress.rl_step, oldest_kept_step=oldest
+                )
+            )
+
+    def _end_saves(self) -> None:
+        """Waits for the save in flight; nothing about it fails what ends here."""
+        try:
+            self._checkpoints.settle()
+        except RolloutError as error:  # the checkpoint is on disk; the manager is going too
+            _log.warning("a checkpoint was not reported: %s", error)
+
     def _save_at_the_end(self) -> None:
         try:
             self.save()
-        except RolloutError as error:  # the checkpoint is on disk; the manager is going too
+        except RolloutError as error:  # as above
             _log.warning("the last checkpoint was not reported: %s", error)
+        except CheckpointWriteError as error:
+            _log.error("steps since the newest checkpoint are lost: %s", error)
 
     def _begin_lineage(self, link: ManagerLink) -> None:
         """Once a process, before its first publication: goes back to the loaded checkpoint.
@@ -439,12 +474,14 @@ class StageRunner:
             self._is_sound = False
             _log.exception("stage %s failed", request.name)
             self._set_state("failed", error=f"{type(error).__name__}: {error}")
+        finally:
+            self._end_saves()
 
     def _begin(self, request: StageRequest, completed: int) -> None:
         settings = getattr(self.config, request.kind)
         self.learner.begin_stage(settings.optim, request.num_steps, settings.router_aux_loss)
         if completed and self._loaded is not None:
-            checkpoints.load_all(self.learner, self._loaded)
+            checkpoint_state.load_all(self.learner, self._loaded)
         self._booked_updates = self.learner.num_updates
         if not completed:
             self._advance(stage=request.name, stage_step=0)
