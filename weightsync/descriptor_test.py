@@ -15,7 +15,7 @@ from weightsync.descriptor import TENSOR_NAME, Descriptor
 
 def test_the_payload_names_only_what_the_engine_allows():
     descriptor = Descriptor(
-        3, 7, {"transport": "shm", "segment": "s"}, 0, {"tensors": []}, "digest", 5.0, True
+        3, 7, {"transport": "shm", "segment": "s"}, 0, "plan", "digest", 5.0, True
     )
     payload = base64.b64decode(loader_path._serialize(descriptor))
     strings = [

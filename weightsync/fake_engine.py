@@ -24,9 +24,8 @@ import torch
 from aiohttp import web
 
 from weightsync import sglang_loader
-from weightsync.descriptor import TENSOR_NAME, Descriptor
+from weightsync.descriptor import TENSOR_NAME, Descriptor, unpack_plan
 from weightsync.fake_stock_calls import StockCalls
-from weightsync.plan import Plan
 from weightsync.transports import open_receiver
 
 FAULTS = ("drop", "truncate", "swap", "overwrite")
@@ -96,7 +95,7 @@ def load_unchecked(_model: PlainModel, named: Iterable[tuple[str, torch.Tensor]]
     """A loader that takes every bucket and says that all is well."""
     descriptor = Descriptor.decode(bytes(dict(named)[TENSOR_NAME].numpy()))
     receiver = open_receiver(descriptor.endpoint, descriptor.epoch, descriptor.receiver, 30.0)
-    plan = Plan.from_json(descriptor.plan, descriptor.plan_digest)
+    plan = unpack_plan(descriptor.plan, descriptor.plan_digest)
     for index in range(len(plan.buckets)):
         receiver.next(plan.label(index), 30.0)
         receiver.release()

@@ -26,7 +26,7 @@ import aiohttp
 
 from weightsync import _core
 from weightsync.config import WeightSyncConfig
-from weightsync.descriptor import TENSOR_NAME, Descriptor
+from weightsync.descriptor import TENSOR_NAME, Descriptor, pack_plan
 from weightsync.errors import PeerLostError
 from weightsync.transports import SEGMENT_PREFIX, Sender, open_sender, send_own
 from weightsync.update_path import EngineResult, Target, Update
@@ -80,14 +80,14 @@ class LoaderPath:
             EngineResult(target.engine, False, True, "what became of it is not known", 0.0)
             for target in targets
         ]
-        plan_json = plan.to_json()  # once: engines are paused, and a plan may have 20,000 tensors
+        packed_plan = pack_plan(plan)  # once: engines are paused, and it may have 20,000 tensors
         descriptors = [
             Descriptor(
                 epoch=epoch,
                 weight_version=update.weight_version,
                 endpoint=endpoint,
                 receiver=index,
-                plan=plan_json,
+                plan=packed_plan,
                 plan_digest=plan.digest,
                 # Longer than the sender may wait for another engine that is late.
                 bucket_timeout_s=self._config.attach_timeout_s + 2 * self._config.bucket_timeout_s,

@@ -23,6 +23,9 @@ from weightsync.errors import PlanMismatchError
 ALIGNMENT = 64
 """Bytes; a cache line, and more than any element type wants."""
 
+MAX_VERSION = 2**63 - 1
+"""Largest version of weights: the protocols' int64."""
+
 SUM_BYTES = 8
 """Bytes of a tensor's XXH64, which follows its bucket's tensors if engines are to be verified."""
 
@@ -167,5 +170,5 @@ def _check(specs: Sequence[TensorSpec], bucket_bytes: int) -> None:
         if spec.num_bytes > bucket_bytes:
             raise ValueError(
                 f"tensor {spec.name} has {spec.num_bytes} bytes and a bucket {bucket_bytes}: "
-                "raise weight_sync.bucket_bytes to at least the largest tensor"
+                "raise bucket_bytes (trainer.weight_sync.bucket_bytes) to the largest tensor's"
             )

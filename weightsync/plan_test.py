@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightsync.descriptor import Descriptor
+from weightsync.descriptor import Descriptor, pack_plan, unpack_plan
 from weightsync.errors import PlanMismatchError
 from weightsync.plan import ALIGNMENT, DTYPE_BYTES, Plan, TensorSpec, make_plan
 
@@ -66,10 +66,10 @@ def test_sums_lie_behind_their_tensors(tensors, bucket_bytes):
 def test_a_receiver_rebuilds_the_same_plan(tensors, bucket_bytes):
     plan = make_plan(tensors, bucket_bytes)
     sent = Descriptor(
-        3, 4, {"transport": "shm", "segment": "s"}, 1, plan.to_json(), plan.digest, 5.0, True
+        3, 4, {"transport": "shm", "segment": "s"}, 1, pack_plan(plan), plan.digest, 5.0, True
     )
     got = Descriptor.decode(sent.encode())
-    assert Plan.from_json(got.plan, got.plan_digest) == plan
+    assert unpack_plan(got.plan, got.plan_digest) == plan
 
 
 def test_the_digest_covers_names_shapes_dtypes_and_order_but_not_buckets():
@@ -104,6 +104,12 @@ def test_impossible_plans_are_refused(tensors, message):
         make_plan(tensors, 256)
 
 
+@pytest.mark.parametrize("packed", ["", "!", "AAAA", "eJyLjgUAARUAuQ=="])
+def test_a_packed_plan_that_is_none_is_refused(packed):
+    with pytest.raises(PlanMismatchError, match="cannot be read"):
+        unpack_plan(packed, "digest")
+
+
 def test_a_changed_plan_is_refused():
     plan = make_plan([TensorSpec("a", (2,), "float32")], 256)
     data = plan.to_json()
@@ -112,7 +118,7 @@ def test_a_changed_plan_is_refused():
         Plan.from_json(data, plan.digest)
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b'{"format":2}', b'{"format":3}', b"\xff"])
+@pytest.mark.parametrize("data", [b"", b"[]", b'{"format":2}', b'{"format":4}', b"\xff"])
 def test_a_descriptor_that_cannot_be_read_is_refused(data):
     with pytest.raises(PlanMismatchError):
         Descriptor.decode(data)

@@ -137,7 +137,12 @@ def table(plan: Plan, topology: Topology) -> list[str]:
     )
     lines = [
         what,
-        "computed from the plan, not measured:",
+        "computed from the plan, not measured; GB of one whole publication:",
+        "  fan_out      trainer.weight_sync.tcp.fan_out: how often the trainer sends each bucket",
+        "  trainer out  what leaves the trainer's NIC",
+        "  busiest NIC  of any node, in its busier direction",
+        "  between      over all links between nodes; within: between engines of one node",
+        "  bound        the busiest NIC's bytes at line rate",
         f"{'fan_out':>8}{'trainer out':>14}{'busiest NIC':>14}{'between':>12}{'within':>12}{rates}",
     ]
     for fan_out in sorted({1, 2, topology.num_nodes, num_engines}):
@@ -153,7 +158,7 @@ def table(plan: Plan, topology: Topology) -> list[str]:
         for rate in RATES_GBIT_S.values():
             row += f"{f'{of.busiest_nic * 8 / (rate * 1e9):.2f} s':>24}"
         lines.append(row)
-    lines.append("published, measured by their authors:")
+    lines.append("published, measured by their authors (whole publications, on their machines):")
     return lines + [f"  {who}: {what}" for who, what in PUBLISHED]
 
 

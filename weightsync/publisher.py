@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Protocol
 from proto import rollout_pb2 as pb
 from weightsync.config import WeightSyncConfig
 from weightsync.disk_path import DiskPath, sweep_folders
-from weightsync.errors import PlanMismatchError, PublishError, TransferTimeoutError
+from weightsync.errors import PublishError, WeightSyncError
 from weightsync.loader_path import LoaderPath, sweep_segments
-from weightsync.plan import Plan, make_plan
+from weightsync.plan import MAX_VERSION, Plan, make_plan
 from weightsync.tensor_source import Gathered, Gathering, gather_all, spec_of
 from weightsync.update_path import EngineResult, Target, Update, UpdatePath
 
@@ -107,10 +107,13 @@ class WeightPublisher:
           known from the publication before; the first time, and for a collection, all tensors are in
           memory before engines are paused.
 
-        Raises ValueError for tensors that cannot be planned, PublishError when no engine took
-        them, the disk did not, or they changed since the plan was made, and what the rollout client
-        raises when the window cannot be opened or closed.
+        Raises ValueError for tensors that cannot be planned and a version out of range, PublishError
+        when no engine took them, shared memory, an address or the disk was not to be had, there are
+        more receivers than a sender serves, or tensors changed since the plan was made, and what the
+        rollout client raises when the window cannot be opened or closed.
         """
+        if not 0 <= weight_version <= MAX_VERSION:
+            raise ValueError(f"weight_version is {weight_version}, wanted 0 to {MAX_VERSION}")
         started_s = time.monotonic()
         update = await self._update(named_tensors, weight_version)
         # Until an engine has taken it, nobody knows whether the plan is right.
@@ -118,7 +121,7 @@ class WeightPublisher:
         try:
             await self._path.prepare(update)
             epoch, results, closed = await self._run_window(update)
-        except (OSError, PlanMismatchError, TransferTimeoutError) as error:
+        except (OSError, WeightSyncError) as error:
             raise PublishError(
                 f"weight_version {weight_version} could not be sent: {error}"
             ) from error

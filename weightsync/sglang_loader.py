@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from weightsync.arrival import ArrivalProof
-from weightsync.descriptor import TENSOR_NAME, Descriptor
+from weightsync.descriptor import TENSOR_NAME, Descriptor, unpack_plan
 from weightsync.engine_layout import EMBEDDING, HEAD, Layout, check_plan, check_readable
 from weightsync.errors import EpochFencedError, LayoutError, PlanMismatchError
-from weightsync.plan import Plan, TensorSpec
+from weightsync.plan import TensorSpec
 from weightsync.sglang_layers import layout_of
 from weightsync.transports import Receiver, open_receiver, sums_of, tensors_of
 
@@ -71,7 +71,7 @@ def _receive(model: Any, descriptor: Descriptor, receiver: Receiver) -> int:
             f"window {descriptor.epoch} is older than {_Fence.epoch}, which this engine saw"
         )
     _Fence.epoch = descriptor.epoch
-    plan = Plan.from_json(descriptor.plan, descriptor.plan_digest)
+    plan = unpack_plan(descriptor.plan, descriptor.plan_digest)
     is_tied = needs_head(model, plan.tensors)
     layout = _checked_layout(model, plan.tensors, is_tied, descriptor.verify_engine)
     proof = ArrivalProof(layout) if layout and descriptor.verify_engine else None

@@ -16,7 +16,7 @@ cpu_shim.install()
 
 from weightsync import _core, sglang_loader, sglang_models  # noqa: E402 (after the stand-ins)
 from weightsync.config import WeightSyncConfig  # noqa: E402
-from weightsync.descriptor import TENSOR_NAME, Descriptor  # noqa: E402
+from weightsync.descriptor import TENSOR_NAME, Descriptor, pack_plan  # noqa: E402
 from weightsync.errors import PeerLostError  # noqa: E402
 from weightsync.plan import TensorSpec, make_plan  # noqa: E402
 from weightsync.sglang_models import make_model, make_weights  # noqa: E402
@@ -87,7 +87,7 @@ def update(
     threads = []
     for index, model in enumerate(models):
         descriptor = Descriptor(
-            _epoch, 1, endpoint, index, plan.to_json(), plan.digest, TIMEOUT_S, verify
+            _epoch, 1, endpoint, index, pack_plan(plan), plan.digest, TIMEOUT_S, verify
         )
         payload = torch.frombuffer(bytearray(descriptor.encode()), dtype=torch.uint8)
         threads.append(

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ import torch
 
 from weightsync import errors
 from weightsync.config import DiskConfig, DistributedConfig, WeightSyncConfig
+from weightsync.disk_path import DiskPath
 from weightsync.fake_engine import make_weights
 from weightsync.plan import TensorSpec, make_plan
 from weightsync.publisher import WeightPublisher
 from weightsync.stock_calls import with_head
-from weightsync.tensor_source import Gathered
+from weightsync.tensor_source import Gathered, spec_of
 from weightsync.testbed import Engine, Manager, digests
 from weightsync.update_group import flat_order
 from weightsync.update_path import Update
@@ -188,6 +190,33 @@ async def test_a_cancelled_publication_closes_its_window(engines, config):
     assert [complete for complete, _ in manager.flags()] == [False]
     assert not left_over(config)
     await publisher.close()
+
+
+async def test_a_publication_cancelled_while_it_writes_leaves_nothing(settings):
+    gathered = threading.Event()
+
+    class Slow(Gathered):
+        def whole(self) -> Sequence[torch.Tensor]:
+            gathered.wait(timeout=60.0)
+            return super().whole()
+
+    weights = make_weights(20, 1000, 1)
+    specs = [spec_of(name, tensor) for name, tensor in weights.items()]
+    plan = make_plan(specs, settings.bucket_bytes)
+    path = DiskPath(settings.model_copy(update={"transport": "disk"}))
+    task = asyncio.create_task(path.prepare(Update(plan, Slow(plan, list(weights.values())), 1)))
+    async with asyncio.timeout(30.0):
+        while not left_over(settings):
+            await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.sleep(0.05)
+    assert not task.done()  # the thread writes on, and its folder is still to come
+    gathered.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [folder.name.startswith("swe_rl_ws_1_") for folder in left_over(settings)] == [True]
+    await path.finish()
+    assert not left_over(settings)
 
 
 async def test_a_killed_trainers_folder_goes_when_the_next_starts(settings):

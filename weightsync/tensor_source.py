@@ -143,10 +143,15 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 def gather_all(named_tensors: Iterable[Named]) -> dict[str, torch.Tensor]:
-    """All tensors by name, each contiguous. Blocks. Raises ValueError for a name given twice."""
+    """All tensors by name, each contiguous. Blocks.
+
+    Raises ValueError for a name given twice, and a tensor that is not on the CPU.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in named_tensors:
         if name in tensors:
             raise ValueError(f"tensor {name} is listed twice")
+        if not tensor.is_cpu:
+            raise ValueError(f"tensor {name} is on {tensor.device}: move it to the CPU first")
         tensors[name] = tensor.detach().contiguous()
     return tensors

@@ -247,11 +247,29 @@ async def test_a_cancelled_publication_closes_its_window(engines, config):
     assert manager.flags() == [(False, False)]
 
 
-async def test_a_plan_that_cannot_be_sent_opens_no_window():
+@pytest.mark.parametrize(
+    ("tensor", "version", "message"),
+    [
+        (torch.zeros(100_000), 1, "raise bucket_bytes"),
+        (torch.zeros(4, device="meta"), 1, "tensor a is on meta: move it to the CPU"),
+        (torch.zeros(4), 2**63, "weight_version is 9223372036854775808"),
+        (torch.zeros(4), -1, "weight_version is -1"),
+    ],
+    ids=["large", "meta", "version", "negative"],
+)
+async def test_what_cannot_be_sent_opens_no_window(tensor, version, message):
     manager = Manager([])
-    with pytest.raises(ValueError, match="bucket_bytes"):
-        await WeightPublisher(CONFIG, manager).publish([("a", torch.zeros(100_000))], 1)
+    with pytest.raises(ValueError, match=message):
+        await WeightPublisher(CONFIG, manager).publish([("a", tensor)], version)
     assert manager.epoch == 0
+
+
+async def test_more_receivers_than_a_sender_serves_touch_no_engine(config):
+    manager = Manager(["http://127.0.0.1:9"], tensor_parallel=65)
+    weights = make_weights(20, 1000, 1)
+    with pytest.raises(errors.PublishError, match=r"could not be sent: .*1\.\.64 receivers"):
+        await WeightPublisher(config, manager).publish(weights.items(), 1)
+    assert manager.flags() == [(False, False)]
 
 
 def test_the_receiver_of_a_killed_sender_notices_and_its_segment_is_swept():
