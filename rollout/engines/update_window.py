@@ -4,9 +4,9 @@ Purpose: pauses engines, lets one sender write weights, and either commits the n
 weight_version or puts each engine back into a known state. Owner: RolloutManager. Phases, each
 saved through WindowStore before its calls go out:
 
-    pause -> begin -> buckets (the sender's) -> commit -> continue -> closed
+    pause -> begin -> buckets (the sender's) -> commit -> closed
 
-An engine, by what happened to it:
+In `commit`, an engine by what happened to it:
   * complete: end, flush the KV cache under the policy `flush`, set weight_version (the last call
     that changes anything), continue. A failure on the way: restart.
   * not complete and no bucket sent: end, continue with the old version. A failure: restart.
