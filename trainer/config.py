@@ -147,6 +147,22 @@ class LossConfig(_Settings):
     trajectories; or trajectories times constant_length."""
     constant_length: float = Field(default=0.0, ge=0)
     """Divisor of norm=constant (Dr.GRPO's maximum response length), in tokens."""
+    kl: Literal["none", "k2", "k3"] = "none"
+    """A term that holds the policy near a reference, whose log-probs are then computed once a batch,
+    forward only. k2: half the squared difference of log-probs, whose gradient is that of the reverse
+    KL. k3: exp(-u) - 1 + u, always positive, whose gradient is biased. none: no reference."""
+    kl_coef: float = Field(default=1e-3, gt=0)
+    """Factor of the term `kl`."""
+    kl_k3_cap: float = Field(default=10.0, gt=0)
+    """Largest k3 of a token, in nats; a token beyond it pulls no more, and is counted."""
+    kl_reference: Path | None = None
+    """Hugging Face folder of the reference, of the trained model's shapes. None: the weights at the
+    stage's start, which are kept in the run folder for a resume."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probs of a reference policy are part of the loss."""
+        return self.kl != "none"
 
     @property
     def needs_whole_trajectories(self) -> bool:
@@ -189,6 +205,12 @@ class LossConfig(_Settings):
             raise ValueError(
                 f"loss.dual_clip is of the surrogate 'ppo', not {self.surrogate!r}: leave it out"
             )
+        for name in ("kl_coef", "kl_k3_cap", "kl_reference"):
+            if self.kl == "none" and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"loss.{name} is set, and loss.kl 'none' has no such term: set loss.kl to 'k2' "
+                    f"or 'k3', or leave {name} out"
+                )
         return self
 
 

@@ -32,12 +32,13 @@ def test_json_round_trip() -> None:
         ({"grid": {"expert_parallel": 4}}, "grid.expert_parallel is 4"),
         ({"rl": {"loss": {"norm": "constant"}}}, "set loss.constant_length"),
         ({"rl": {"loss": {"objective": "recompute_only"}}}, "wrong for stale data"),
+        ({"rl": {"loss": {"kl_coef": 0.1}}}, "set loss.kl to 'k2' or 'k3'"),
         ({"dtype": "bfloat16"}, "float32"),
         ({"weight_sync": {"transport": "rdma"}}, "'shm', 'tcp', 'distributed' or 'disk'"),
         ({"weight_sync": {"bucket_byte": 10}}, "weight_sync.bucket_byte"),
         ({"weight_sync": {"tcp": {"fan_out": 0}}}, "weight_sync.tcp.fan_out"),
     ],
-    ids=["grid", "constant", "recompute_only", "dtype", "transport", "unknown", "fan_out"],
+    ids=["grid", "constant", "recompute_only", "kl", "dtype", "transport", "unknown", "fan_out"],
 )
 def test_bad_settings_say_what_to_do(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):

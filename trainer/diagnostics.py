@@ -12,6 +12,11 @@ tokens, d = old - rollout (trainer minus engine, in nats), w = exp(d), r = exp(n
   clip_fraction_any_side tokens whose r lies outside it
   tis_capped_fraction    tokens whose w is above the cap
 
+With a KL term, u = new - reference, over all active tokens, however stale:
+  kl_reference_k1_nats   mean(u); kl_reference_k2_nats mean(u^2 / 2);
+  kl_reference_k3_nats   mean(exp(-u) - 1 + u), not capped
+  kl_k3_capped_fraction  tokens beyond kl_k3_cap: with kl=k3 they pull no more
+
 With one optimizer step a batch r is 1 and the clip fractions are 0.
 """
 
@@ -89,6 +94,20 @@ def off_policy_metrics(
         "clip_fraction_any_side": float((high | low).mean()),
         "tis_capped_fraction": float((d > log_cap).mean()),
         "log_ratio_clamped_fraction": float(clamped.mean()),
+    }
+
+
+def reference_metrics(new: _Floats, reference: _Floats, config: LossConfig) -> dict[str, float]:
+    """How far the policy is from the reference of its KL term. Empty when no token is active."""
+    if new.size == 0:
+        return {}
+    u = np.clip(new - reference, -config.log_ratio_clamp, config.log_ratio_clamp)
+    k3 = np.expm1(-u) + u
+    return {
+        "kl_reference_k1_nats": float(u.mean()),
+        "kl_reference_k2_nats": float((u**2).mean() / 2),
+        "kl_reference_k3_nats": float(k3.mean()),
+        "kl_k3_capped_fraction": float((k3 > config.kl_k3_cap).mean()),
     }
 
 

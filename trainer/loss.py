@@ -1,24 +1,28 @@
 """The policy's loss over flat arrays of tokens, and how a batch normalises it.
 
-    policy_loss = sum over tokens of  weight * correction * surrogate
+    policy_loss = sum over tokens of  weight * correction * (surrogate + kl_coef * kl)
 
-Three choices of LossConfig make a member of the family:
+Four choices of LossConfig make a member of the family:
   objective   whose log-probs the ratio is taken to: the trainer's before the step, corrected for the
               engine's (decoupled) or not (recompute_only), or the engine's own (bypass)
   surrogate   what is made of ratio and advantage: ppo, gspo or cispo
   correction  the detached weight of a token that the engine sampled under another policy
+  kl          how far the policy is from a reference: not at all (none), k2 or k3. The estimators
+              speak of tokens that the policy samples, so the correction weighs them too; published
+              trainers leave that out
 
 All arrays are [T], aligned to the token that is predicted. Legend of the log-probs:
   new      the current policy's, with gradient
   old      the trainer's before the first optimizer step on this batch (proximal)
   rollout  the engine's, recorded when the token was sampled (behaviour)
+  reference  those of the policy that the KL term is to
 A slot whose mask is False is replaced before any arithmetic: 0 * NaN is NaN, and junk in a
 masked slot must change neither the loss nor any gradient. What a correction rejects stays in the
 divisor of the mean.
 
 Sources: PPO arXiv 1707.06347 eq. 7; decoupled objective 2505.24298 section 5, with the weight
 truncated and detached; clip-higher 2503.14476; GSPO 2507.18071 eq. 5-7; CISPO 2506.13585 eq. 4-5;
-IcePop 2510.18855.
+IcePop 2510.18855; KL estimators and their gradients 2512.21852.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ class TokenBatch:
     weight: torch.Tensor  # what the token counts in the batch's mean; see `token_weights`
     sequence: torch.Tensor  # int64: trajectory of each token, all of whose tokens are here where
     # LossConfig.needs_whole_trajectories
+    reference: torch.Tensor | None = None  # needed by LossConfig.kl
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +56,7 @@ class TokenLoss:
     loss: torch.Tensor  # scalar with gradient; sums over micro-batches to the batch's loss
     num_clamped: int  # active tokens whose log-ratio hit the clamp
     num_rejected: int = 0  # active tokens whose correction is 0
+    kl: float = 0.0  # what the KL term adds to `loss`
 
 
 def token_weights(
@@ -95,14 +101,28 @@ def policy_loss(batch: TokenBatch, config: LossConfig) -> TokenLoss:
     base = batch.rollout if config.objective == "bypass" else batch.old
     log_ratio, num_clamped = _log_ratio(batch.new, base, batch.mask, config.log_ratio_clamp)
     loss = _surrogate(log_ratio, batch, config)
-    num_rejected = 0
+    w, num_rejected = torch.ones_like(loss), 0
     if config.objective == "decoupled":
         w, num_clamped_w = _correction(batch, config)
-        loss = w * loss
         num_clamped += num_clamped_w
         num_rejected = int(((w == 0) & batch.mask).sum())
-    loss = torch.where(batch.mask, loss, 0.0)
-    return TokenLoss((loss * batch.weight).sum(), num_clamped, num_rejected)
+    total = (torch.where(batch.mask, w * loss, 0.0) * batch.weight).sum()
+    if not config.needs_reference:
+        return TokenLoss(total, num_clamped, num_rejected)
+    estimate, num_clamped_kl = _kl(batch, config)
+    kl = config.kl_coef * (torch.where(batch.mask, w * estimate, 0.0) * batch.weight).sum()
+    return TokenLoss(total + kl, num_clamped + num_clamped_kl, num_rejected, float(kl.detach()))
+
+
+def _kl(batch: TokenBatch, config: LossConfig) -> tuple[torch.Tensor, int]:
+    """Estimates [T] of the KL to the reference, with gradient, and how many were clamped."""
+    if batch.reference is None:
+        raise ValueError(f"loss.kl is {config.kl!r}: the batch needs log-probs of the reference")
+    u, num_clamped = _log_ratio(batch.new, batch.reference, batch.mask, config.log_ratio_clamp)
+    if config.kl == "k2":
+        return u.square() / 2, num_clamped
+    k3 = torch.expm1(-u) + u
+    return k3.clamp(max=config.kl_k3_cap), num_clamped
 
 
 def _surrogate(log_ratio: torch.Tensor, batch: TokenBatch, config: LossConfig) -> torch.Tensor:

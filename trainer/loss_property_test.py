@@ -38,6 +38,20 @@ MEMBERS: dict[str, dict[str, Any]] = {
 }
 
 
+# Beside each kind of correction and each surrogate, and where nothing corrects. The cap of k3 is
+# within reach.
+MEMBERS |= {
+    f"{member}/{kl}": MEMBERS[member] | {"kl": kl, "kl_coef": 0.3, "kl_k3_cap": 0.5}
+    for kl in ("k2", "k3")
+    for member in (
+        "decoupled/ppo/tis_token",
+        "decoupled/gspo/icepop",
+        "decoupled/cispo/tis_sequence",
+        "bypass/ppo",
+    )
+}
+
+
 @dataclass(frozen=True)
 class Batch:
     """A ragged batch whose masked slots hold junk."""
@@ -47,6 +61,7 @@ class Batch:
     rollout: Ragged
     mask: list[np.ndarray[Any, Any]]
     advantage: np.ndarray[Any, Any]
+    reference: Ragged
 
 
 @st.composite
@@ -65,11 +80,12 @@ def batches(draw: st.DrawFn) -> Batch:
     old = [-3 * rng.random(n) for n in lengths]
     new = [o + spread * rng.standard_normal(len(o)) for o in old]
     rollout = [o + spread * rng.standard_normal(len(o)) for o in old]
+    reference = [o + 2 * spread * rng.standard_normal(len(o)) for o in old]
     junk = draw(st.sampled_from([np.nan, np.inf, -np.inf, 700.0]))
-    for logs in (new, old, rollout):
+    for logs in (new, old, rollout, reference):
         for values, on in zip(logs, mask, strict=True):
             values[~on] = junk
-    return Batch(new, old, rollout, mask, np.array(advantages))
+    return Batch(new, old, rollout, mask, np.array(advantages), reference)
 
 
 def make(config: LossConfig, batch: Batch, new: torch.Tensor) -> loss.TokenBatch:
@@ -84,6 +100,7 @@ def make(config: LossConfig, batch: Batch, new: torch.Tensor) -> loss.TokenBatch
         mask=mask,
         weight=loss.token_weights(mask, sequence, config.norm, config.constant_length),
         sequence=sequence,
+        reference=flat(batch.reference),
     )
 
 
@@ -93,7 +110,7 @@ def flat(ragged: Ragged) -> torch.Tensor:
 
 def wanted(batch: Batch, config: LossConfig) -> Reference:
     result = reference_loss(
-        batch.new, batch.old, batch.rollout, batch.mask, batch.advantage, config
+        batch.new, batch.old, batch.rollout, batch.mask, batch.advantage, config, batch.reference
     )
     assume(result.distance_to_kink > 1e-5)  # float32 may take the other branch
     return result

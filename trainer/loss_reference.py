@@ -32,8 +32,9 @@ def reference_loss(
     mask: list[npt.NDArray[np.bool_]],
     advantage: npt.NDArray[np.float64],
     config: LossConfig,
+    reference: Ragged | None = None,
 ) -> Reference:
-    """Of a whole batch. Log-ratios must lie inside the clamp."""
+    """Of a whole batch. Log-ratios must lie inside the clamp. `reference` is of LossConfig.kl."""
     trained = [i for i, m in enumerate(mask) if m.any()]
     num_tokens = sum(int(m.sum()) for m in mask)
     total, distance = 0.0, np.inf
@@ -50,10 +51,27 @@ def reference_loss(
         base = b if config.objective == "bypass" else o
         w, near = _weights(o - b, config)
         values, slopes, near_too = _surrogate(p, p - base, float(advantage[i]), w, config)
+        if config.kl != "none":
+            assert reference is not None
+            estimates, pulls, nearest = _kl(p - reference[i][on], config)
+            values, slopes = values + w * estimates, slopes + w * pulls
+            distance = min(distance, nearest)
         total += float(values.sum()) / divisor
         gradient[i][on] = slopes / divisor
         distance = min(distance, near, near_too)
     return Reference(total, gradient, float(distance))
+
+
+def _kl(
+    u: npt.NDArray[np.float64], config: LossConfig
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], float]:
+    """Terms, their slopes in the log-prob, and the distance to the cap, of one trajectory."""
+    if config.kl == "k2":
+        return config.kl_coef * u**2 / 2, config.kl_coef * u, np.inf
+    k3 = np.exp(-u) - 1 + u
+    near = float(np.abs(k3 - config.kl_k3_cap).min())
+    slopes = np.where(k3 > config.kl_k3_cap, 0.0, 1 - np.exp(-u))
+    return config.kl_coef * np.minimum(k3, config.kl_k3_cap), config.kl_coef * slopes, near
 
 
 def _weights(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -134,7 +135,7 @@ def test_micro_batches_sum_to_the_global_mean() -> None:
     parts = []
     for members in ((0, 1, 2), (3, 4, 5)):
         chosen = torch.isin(SEQUENCE, torch.tensor(members))
-        fields = {k: getattr(whole, k)[chosen] for k in loss.TokenBatch.__dataclass_fields__}
+        fields = {k: v[chosen] for k, v in vars(whole).items() if v is not None}
         parts.append(float(loss.policy_loss(loss.TokenBatch(**fields), config).loss))
     assert sum(parts) == pytest.approx(CASES["microbatch"]["global_token_mean"], abs=TOLERANCE)
 
@@ -214,3 +215,32 @@ def test_no_trained_token_gives_zero_weights() -> None:
 def test_unknown_norm_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown norm"):
         loss.token_weights(MASK, SEQUENCE, "mean")
+
+
+@pytest.mark.parametrize(
+    ("kl", "value", "slope"),
+    [("k2", 0.5**2 / 2, 0.5), ("k3", math.exp(-0.5) - 0.5, 1 - math.exp(-0.5))],
+)
+def test_the_kl_term_and_its_pull(kl: Literal["k2", "k3"], value: float, slope: float) -> None:
+    """By hand: one token, half a nat likelier than under the reference, without an advantage."""
+    one = torch.ones(1)
+    new = torch.tensor([-1.0], requires_grad=True)
+    config = LossConfig(kl=kl, kl_coef=0.1)
+    batch = loss.TokenBatch(
+        new=new,
+        old=new.detach(),
+        rollout=new.detach(),
+        advantage=torch.zeros(1),
+        mask=one.bool(),
+        weight=one,
+        sequence=torch.zeros(1, dtype=torch.int64),
+        reference=torch.tensor([-1.5]),
+    )
+    result = loss.policy_loss(batch, config)
+    result.loss.backward()
+    assert result.kl == pytest.approx(0.1 * value)
+    assert float(result.loss.detach()) == pytest.approx(0.1 * value)
+    assert new.grad is not None
+    assert float(new.grad) == pytest.approx(0.1 * slope)
+    with pytest.raises(ValueError, match="log-probs of the reference"):
+        loss.policy_loss(dataclasses.replace(batch, reference=None), config)

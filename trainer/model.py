@@ -94,14 +94,15 @@ class Policy:
         """Parameters on this rank."""
         return sum(p.numel() for p in self.module.parameters())
 
-    def load_hf(self) -> None:
-        """Reads the weights of model_dir.
+    def load_hf(self, model_dir: Path | None = None) -> None:
+        """Reads the weights of the policy's model_dir, or of another with the same shapes.
 
         Raises:
           BadRequestError: there are none, or they are not exactly those of its config.json.
         """
-        hf_import.check_weights(self.model_dir, architecture.tensor_shapes(self._config))
-        self._bridge.load(self.module, str(self.model_dir))
+        folder = model_dir or self.model_dir
+        hf_import.check_weights(folder, architecture.tensor_shapes(self._config))
+        self._bridge.load(self.module, str(folder))
 
     def export_named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (Hugging Face name, tensor); see HfBridge.export_named_tensors."""

@@ -3,7 +3,7 @@
      RolloutManager                     trainer, main thread                        engines
      ready groups ----NextBatch------>  wait         (blocks: no batch is ready)
      token store  ----FetchSequences->  fetch        (blocks: reading)
-                                        logprob      old log-probs, where asked for
+                                        logprob      old and reference log-probs, where asked for
                                         update       forward, backward, AdamW
      update window <--Open/Close------  publish ------------ weight buckets ------>  load
      ledger       <---AckBatch--------  ack
@@ -71,6 +71,7 @@ class RlStage:
         self._selection = Selection(runner, link, self._config.evaluation)
         self._guards = Guards(self._config.guards)
         self._rejected_fraction = 0.0  # of the last update's tokens, by the correction
+        self._kl_loss = 0.0  # the KL term's part of the last update's loss
 
     def run(self, completed_steps: int, num_steps: int) -> None:
         """Trains steps completed_steps + 1 to num_steps.
@@ -91,9 +92,10 @@ class RlStage:
             clock.lap("fetch")
             micros = self._pack(batch)
             old = self._old_logprobs(micros)
+            reference = self._reference_logprobs(micros)
             clock.lap("logprob")
             try:
-                update = self._update(batch, micros, old, step)
+                update = self._update(batch, micros, old, reference, step)
             except NonFiniteError as error:
                 clock.lap("update")
                 self._trip(f"step {step}: {error}")
@@ -103,7 +105,7 @@ class RlStage:
             published = self._runner.publish_to_stage() if update else 0
             clock.lap("publish")
             self._ack(claimed, batch, step, consumed_version)
-            scalars = self._scalars(batch, micros, old, update, consumed_version)
+            scalars = self._scalars(batch, micros, old, reference, update, consumed_version)
             scalars["num_groups_ready_left"] = float(claimed.num_groups_ready_left)
             scalars["lineage"] = float(self._runner.lineage)
             verdict = self._guards.observe(step, scalars)
@@ -213,11 +215,17 @@ class RlStage:
             return None
         return self._learner.logprobs(micros)
 
+    def _reference_logprobs(self, micros: list[MicroBatch]) -> list[torch.Tensor] | None:
+        if self._runner.reference is None or not micros:
+            return None
+        return self._runner.reference.score(self._learner, micros)
+
     def _update(
         self,
         batch: GroupBatch,
         micros: list[MicroBatch],
         old: list[torch.Tensor] | None,
+        reference: list[torch.Tensor] | None,
         step: int,
     ) -> Update | None:
         """Takes the step; None when no token of the batch is trained."""
@@ -234,10 +242,10 @@ class RlStage:
             self._config.loss.constant_length,
         ).split([m.targets.numel() for m in micros])
 
-        num_rejected = 0
+        num_rejected, kl = 0, 0.0
 
         def loss_of(i: int, micro: MicroBatch, new: torch.Tensor) -> torch.Tensor:
-            nonlocal num_rejected
+            nonlocal num_rejected, kl
             owner = micro.sequence.cpu()
             tokens = loss.TokenBatch(
                 new=new,
@@ -247,13 +255,16 @@ class RlStage:
                 mask=torch.ones_like(new, dtype=torch.bool),
                 weight=weights[i].to(new.device),
                 sequence=trajectory[owner].to(new.device),
+                reference=None if reference is None else reference[i],
             )
             result = loss.policy_loss(tokens, self._config.loss)
             num_rejected += result.num_rejected
+            kl += result.kl
             return result.loss
 
         update = self._learner.update(micros, loss_of, step, with_entropy=True)
         self._rejected_fraction = num_rejected / sequence.numel()
+        self._kl_loss = kl
         return update
 
     def _ack(
@@ -274,6 +285,7 @@ class RlStage:
         batch: GroupBatch,
         micros: list[MicroBatch],
         old: list[torch.Tensor] | None,
+        reference: list[torch.Tensor] | None,
         update: Update | None,
         version: int,
     ) -> dict[str, float]:
@@ -290,8 +302,13 @@ class RlStage:
             sequence=np.asarray(batch.trajectory)[sequence],
             versions=torch.cat([m.versions for m in micros]).cpu().numpy(),
         )
+        held: dict[str, float] = {}
+        if reference is not None:
+            held = diagnostics.reference_metrics(new, _flat(reference), self._config.loss)
+            held["loss_kl"] = self._kl_loss
         return (
             batch.scalars
+            | held
             | diagnostics.off_policy_metrics(tokens, self._config.loss, version)
             | {
                 "loss": update.loss,

@@ -29,6 +29,7 @@ from proto import rollout_pb2
 from rollout.client import RolloutError
 from trainer import batch as batching
 from trainer import checkpoint, checkpoint_state, gap, hf_export
+from trainer import reference as references
 from trainer.checkpoint import CheckpointStore, Progress
 from trainer.checkpoint_saver import CheckpointSaver, Saved
 from trainer.config import TrainerConfig
@@ -44,6 +45,7 @@ from trainer.errors import (
 from trainer.manager_link import ManagerLink, PublishResult
 from trainer.metrics_log import MetricsLog, StepRecord
 from trainer.model import Policy
+from trainer.reference import Reference
 from trainer.rl import RlStage
 from trainer.run_checkpoints import RunCheckpoints
 from trainer.sft import SupervisedStage
@@ -131,6 +133,7 @@ class StageRunner:
         # A signal handler calls `stop` on the main thread, which may hold the lock just then.
         self._lock = threading.RLock()
         self._published_updates = -1  # learner.num_updates at the last publication
+        self.reference: Reference | None = None  # of the RL stage's KL term
         self.lineage = 0  # as the manager counts them; 0 before the first publication
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._paused = False
@@ -480,6 +483,16 @@ class StageRunner:
     def _begin(self, request: StageRequest, completed: int) -> None:
         settings = getattr(self.config, request.kind)
         self.learner.begin_stage(settings.optim, request.num_steps, settings.router_aux_loss)
+        self.reference = None
+        if request.kind == "rl":
+            self.reference = references.of_stage(
+                self.learner,
+                self.config.rl.loss,
+                self.config.run_dir / "reference" / request.name,
+                self.config.checkpoint.timeout_s,
+                self._progress,
+                resumed=completed > 0,
+            )
         if completed and self._loaded is not None:
             checkpoint_state.load_all(self.learner, self._loaded)
         self._booked_updates = self.learner.num_updates
