@@ -118,7 +118,9 @@ async def test_flushed_every_token_is_its_versions(
         differences += answer["differences"]
     largest = max(map(abs, differences))
     with capsys.disabled():
-        print(f"\n{len(differences)} tokens of {last} versions, largest difference {largest:.2e} nats")
+        print(
+            f"\n{len(differences)} tokens of {last} versions, largest difference {largest:.2e} nats"
+        )
     assert largest <= TOLERANCE_NATS
 
 

@@ -101,7 +101,7 @@ class WeightPublisher:
     async def publish(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], weight_version: int
     ) -> PublishResult:
-        """Publishes CPU tensors by Hugging Face name.
+        """Publishes tensors by Hugging Face name; those on a device are copied to the host.
 
         Args: an iterator is gathered a bucket ahead of the sending, in a thread, where the plan is
           known from the publication before; the first time, and for a collection, all tensors are in

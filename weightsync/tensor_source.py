@@ -128,7 +128,7 @@ class Gathering:
                     f"got {got} from the trainer's iterator, wanted {spec} as in the last update: "
                     "publish again, which plans anew"
                 )
-            found.append(named[1].detach().contiguous())
+            found.append(_on_host(*named))
         if end == len(self._plan.tensors) and (more := next(named_tensors, None)) is not None:
             raise PlanMismatchError(
                 f"got {spec_of(*more)} from the trainer's iterator after the last tensor of the "
@@ -143,15 +143,26 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 def gather_all(named_tensors: Iterable[Named]) -> dict[str, torch.Tensor]:
-    """All tensors by name, each contiguous. Blocks.
+    """All tensors by name, contiguous and on the CPU. Blocks; takes the iterator to its end on every
+    path.
 
-    Raises ValueError for a name given twice, and a tensor that is not on the CPU.
+    Raises ValueError for a name given twice, and a tensor without values.
     """
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in named_tensors:
-        if name in tensors:
-            raise ValueError(f"tensor {name} is listed twice")
-        if not tensor.is_cpu:
-            raise ValueError(f"tensor {name} is on {tensor.device}: move it to the CPU first")
-        tensors[name] = tensor.detach().contiguous()
+    rest = iter(named_tensors)
+    try:
+        for name, tensor in rest:
+            if name in tensors:
+                raise ValueError(f"tensor {name} is listed twice")
+            tensors[name] = _on_host(name, tensor)
+    finally:
+        for _ in rest:  # other ranks gather with this one
+            pass
     return tensors
+
+
+def _on_host(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor where senders read it."""
+    if tensor.is_meta:
+        raise ValueError(f"tensor {name} is on meta: it has no values to publish")
+    return tensor.detach().cpu().contiguous()

@@ -14,7 +14,7 @@ from weightsync.config import DiskConfig, WeightSyncConfig
 from weightsync.fake_engine import make_weights
 from weightsync.plan import Plan, make_plan
 from weightsync.publisher import WeightPublisher
-from weightsync.tensor_source import Gathering, spec_of
+from weightsync.tensor_source import Gathering, gather_all, spec_of
 from weightsync.testbed import Engine, Manager, digests
 
 NUM_TENSORS = 12
@@ -145,3 +145,20 @@ async def test_a_changed_model_fails_once_and_is_then_planned_anew(tmp_path):
         assert manager.flags() == [(False, False)]  # planned anew, it is the engine that refuses
         await publisher.publish(Iterated(make_weights(NUM_TENSORS, 1000, 4)).run(), 4)
         assert await engine.weights() == digests(make_weights(NUM_TENSORS, 1000, 4))
+
+
+@pytest.mark.parametrize(
+    "bad", [("layer.0.weight", torch.zeros(2)), ("m", torch.zeros(2, device="meta"))]
+)
+def test_an_iterator_is_run_to_its_end_also_when_it_is_refused(bad):
+    ended = []
+
+    def run() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(WEIGHTS.items())[:1]
+        yield bad
+        yield from list(WEIGHTS.items())[1:]
+        ended.append(True)
+
+    with pytest.raises(ValueError, match=f"tensor {bad[0]} is"):
+        gather_all(run())
+    assert ended

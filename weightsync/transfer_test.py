@@ -251,7 +251,7 @@ async def test_a_cancelled_publication_closes_its_window(engines, config):
     ("tensor", "version", "message"),
     [
         (torch.zeros(100_000), 1, "raise bucket_bytes"),
-        (torch.zeros(4, device="meta"), 1, "tensor a is on meta: move it to the CPU"),
+        (torch.zeros(4, device="meta"), 1, "tensor a is on meta"),
         (torch.zeros(4), 2**63, "weight_version is 9223372036854775808"),
         (torch.zeros(4), -1, "weight_version is -1"),
     ],
