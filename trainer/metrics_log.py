@@ -5,21 +5,26 @@
                                 of RL steps also spans: [part, begin, end] (Unix seconds)
     metrics/events/<stage>/     the same scalars for TensorBoard
 
-Owner: the trainer's main thread writes; any thread may read `since` and be notified.
+Owner: the trainer's main thread writes; any thread may read `since` and be notified. A full disk
+costs TensorBoard's events, until the next stage, and nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import logging
 import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trainer.line_log import LineLog
 from trainer.step_clock import Span
 
+_log = logging.getLogger(__name__)
 _RESERVED = ("stage", "step", "weight_version", "finished_at", "staleness_histogram")
 _SPANS = "spans"
 
@@ -64,12 +69,15 @@ class MetricsLog:
         self._lock = threading.Lock()
         self._records: dict[str, list[StepRecord]] = {}
         self._listeners: set[Callable[[], None]] = set()
+        self._lines: dict[str, LineLog] = {}
         self._events: Any = None
         folder.mkdir(parents=True, exist_ok=True)
 
     def begin_stage(self, stage: str, completed_steps: int) -> None:
         """Keeps the records of completed steps and drops later ones, which will be redone."""
         path = self._path(stage)
+        if lines_before := self._lines.pop(stage, None):
+            lines_before.close()
         kept = []
         if path.exists():
             lines = path.read_text().splitlines()
@@ -79,21 +87,14 @@ class MetricsLog:
         partial.replace(path)
         with self._lock:
             self._records[stage] = kept
-        from torch.utils.tensorboard import SummaryWriter
-
-        if self._events is not None:
-            self._events.close()
-        self._events = SummaryWriter(
-            str(self._folder / "events" / stage), purge_step=completed_steps + 1
-        )
+        self._close_events()
+        self._begin_events(stage, completed_steps)
 
     def append(self, record: StepRecord) -> None:
         """Adds a step and wakes the listeners."""
-        with self._path(record.stage).open("a") as file:
-            file.write(record.to_json() + "\n")
-        for name, value in record.scalars.items():
-            self._events.add_scalar(name, value, record.step, record.finished_at)
-        self._events.flush()
+        lines = self._lines.setdefault(record.stage, LineLog(self._path(record.stage)))
+        lines.append(record.to_json())
+        self._append_events(record)
         with self._lock:
             self._records.setdefault(record.stage, []).append(record)
             listeners = list(self._listeners)
@@ -121,9 +122,37 @@ class MetricsLog:
             self._listeners.discard(listener)
 
     def close(self) -> None:
-        """Closes the event files."""
-        if self._events is not None:
-            self._events.close()
+        """Writes what is unwritten and closes the event files."""
+        for lines in self._lines.values():
+            lines.close()
+        self._close_events()
+
+    def _begin_events(self, stage: str, completed_steps: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        try:
+            self._events = SummaryWriter(
+                str(self._folder / "events" / stage), purge_step=completed_steps + 1
+            )
+        except OSError as error:
+            _log.warning("TensorBoard shows nothing of this stage: %s", error)
+
+    def _append_events(self, record: StepRecord) -> None:
+        if self._events is None:
+            return
+        try:
+            for name, value in record.scalars.items():
+                self._events.add_scalar(name, value, record.step, record.finished_at)
+            self._events.flush()
+        except OSError as error:
+            _log.warning("TensorBoard shows no more of this stage: %s", error)
+            self._close_events()
+
+    def _close_events(self) -> None:
+        events, self._events = self._events, None
+        if events is not None:
+            with contextlib.suppress(OSError):  # what failed before fails again
+                events.close()
 
     def _path(self, stage: str) -> Path:
         return self._folder / f"{stage}.jsonl"

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 from proto import rollout_pb2
 from rollout.client import RolloutError
 from trainer.config import PeriodicEvaluationConfig
-from trainer.errors import EvaluationFailedError, EvaluationLostError
+from trainer.errors import CorruptCheckpointError, EvaluationFailedError, EvaluationLostError
+from trainer.line_log import LineLog
 from trainer.manager_link import ManagerLink
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class SelectionLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lines = LineLog(path)
         self._candidates: list[Candidate] = []
 
     def begin(self, completed_steps: int) -> None:
@@ -67,14 +69,13 @@ class SelectionLog:
         read = [candidate for line in lines if (candidate := _parse(line)) is not None]
         self._candidates = [c for c in read if c.step <= completed_steps]
         partial = self._path.with_suffix(".partial")
-        partial.write_text("".join(_line(c) for c in self._candidates))
+        partial.write_text("".join(_line(c) + "\n" for c in self._candidates))
         partial.replace(self._path)
 
     def append(self, candidate: Candidate) -> None:
         """Adds a candidate."""
         self._candidates.append(candidate)
-        with self._path.open("a") as file:
-            file.write(_line(candidate))
+        self._lines.append(_line(candidate))
 
     def has(self, step: int) -> bool:
         """True when the weights of `step` have a score."""
@@ -154,7 +155,11 @@ class Selection:
         if best is None or not self._config.keep_best or best.step == num_steps:
             return
         _log.info("the best of the stage is step %d: pass@1 %.3f", best.step, best.pass_at_1)
-        self._runner.load_weights(best.checkpoint)
+        try:
+            self._runner.load_weights(best.checkpoint)
+        except CorruptCheckpointError as error:
+            _log.error("the stage ends with the weights of its last step: %s", error)
+            return
         self._runner.publish_if_changed()
 
     def _name(self, step: int) -> str:
@@ -189,7 +194,7 @@ class Selection:
 
 
 def _line(candidate: Candidate) -> str:
-    return json.dumps(dataclasses.asdict(candidate)) + "\n"
+    return json.dumps(dataclasses.asdict(candidate))
 
 
 def _parse(line: str) -> Candidate | None:

@@ -136,3 +136,24 @@ def test_a_resumed_stage_evaluates_again_what_it_takes_again(tmp_path: Path) -> 
     assert again.has(4) and not again.has(8) and not again.has(12)
     assert len(path.read_text().splitlines()) == 2
     assert SelectionLog(tmp_path / "none").best() is None
+
+
+def test_best_weights_that_are_corrupt_on_disk_leave_the_last_ones(
+    tmp_path: Path,
+    model_dir: Path,
+    device: Device,
+    manager: ManagerThread,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runner = make(tmp_path, model_dir, device, manager)
+
+    def damage() -> None:
+        if len(runner.metrics.since("rl", 1)) == 3:
+            (best,) = (p for p in runner._store.paths() if p.name.endswith("-rl-1"))
+            next(best.glob("*.distcp")).unlink()
+
+    runner.metrics.add_listener(damage)
+    run_stage(runner, manager, 3, [0.2, 0.6, 0.4, 0.5])
+    assert manager.publisher.versions == [1, 2, 3, 4]
+    assert "ends with the weights of its last step" in caplog.text
+    assert "no such file" in caplog.text

@@ -31,7 +31,7 @@ from trainer import batch as batching
 from trainer import checkpoint, checkpoint_state, gap, hf_export
 from trainer import reference as references
 from trainer.checkpoint import CheckpointStore, Progress
-from trainer.checkpoint_saver import CheckpointSaver, Saved
+from trainer.checkpoint_saver import CheckpointSaver, Saved, in_thread
 from trainer.config import TrainerConfig
 from trainer.device import Device
 from trainer.errors import (
@@ -88,8 +88,16 @@ class Status:
 class StageRunner:
     """The trainer without its network side."""
 
-    def __init__(self, config: TrainerConfig, device: Device, link: ManagerLink | None) -> None:
+    def __init__(
+        self,
+        config: TrainerConfig,
+        device: Device,
+        link: ManagerLink | None,
+        start_save: Callable[[Callable[[], None]], None] = in_thread,
+    ) -> None:
         """Loads the newest sound checkpoint, else what is replayed, else the weights of model_dir.
+
+        Args: start_save runs the writing of a checkpoint beside training.
 
         Raises:
           BadRequestError: model_dir or replay_of cannot be used.
@@ -113,7 +121,7 @@ class StageRunner:
             self._progress = self._loaded.progress
         self._checkpoints = RunCheckpoints(
             self._store,
-            CheckpointSaver(self._store, device, config.checkpoint.timeout_s),
+            CheckpointSaver(self._store, device, config.checkpoint.timeout_s, start=start_save),
             config.checkpoint,
             self._loaded,
             self._tell_saved,
@@ -470,7 +478,7 @@ class StageRunner:
             self._set_state("finished", finished_stages=finished)
         except StoppedError:
             self._set_state("idle")
-        except (TrainerError, RolloutError) as error:
+        except (TrainerError, RolloutError, OSError) as error:
             _log.error("stage %s failed: %s", request.name, error)
             self._set_state("failed", error=f"{type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001 - the process stays up to be asked why

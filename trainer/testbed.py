@@ -233,11 +233,11 @@ class ScriptedManager(rollout_pb2_grpc.RolloutManagerServicer):
 class ManagerThread:
     """A ScriptedManager behind a real port, and a link to it, in a loop of their own."""
 
-    def __init__(self, retry_s: float = 5.0) -> None:
+    def __init__(self, retry_s: float = 5.0, manager: ScriptedManager | None = None) -> None:
         from rollout.client import RolloutClient
         from trainer.manager_link import ManagerLink
 
-        self.manager = ScriptedManager()
+        self.manager = manager or ScriptedManager()
         self.publisher = FakePublisher()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)

@@ -4,7 +4,8 @@ A resume publishes the loaded weights under a new version, and a lost publicatio
 far two versions are apart does not say how far their weights are. Counted in versions, what was
 sampled before a resume would be masked as stale although the weights have hardly changed.
 
-    RUN/versions.jsonl   one Noted a line, written before the version goes out
+    RUN/versions.jsonl   one Noted a line, written before the version goes out; on a full disk
+                         once there is room
 
 Each process begins a branch at the checkpoint that it loaded. Between versions of two branches lie
 the updates from either back to where the branches part. Owner: StageRunner. Versions never repeat,
@@ -19,6 +20,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
+from trainer.line_log import LineLog
 
 _ROOT = -1
 """The branch from which those begin that loaded no checkpoint."""
@@ -47,7 +50,7 @@ class VersionSteps:
         Args:
           from_version: the version of the checkpoint that was loaded; 0: none was.
         """
-        self._path = path
+        self._lines = LineLog(path)
         self._noted: dict[int, Noted] = {}
         # A line cut by a crash is of a version that was never published.
         for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
@@ -68,8 +71,7 @@ class VersionSteps:
             weight_version, self._fork + num_updates, self._branch, self._parent, self._fork
         )
         self._noted[weight_version] = noted
-        with self._path.open("a") as file:
-            file.write(json.dumps(dataclasses.asdict(noted)) + "\n")
+        self._lines.append(json.dumps(dataclasses.asdict(noted)))
 
     def aged(self, versions: npt.NDArray[np.int64], weight_version: int) -> npt.NDArray[np.int64]:
         """int64[T] versions -> int64[T]: `weight_version` less the updates that lie between.

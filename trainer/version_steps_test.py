@@ -64,3 +64,15 @@ def test_branches_without_a_checkpoint_part_at_the_beginning(tmp_path: Path) -> 
     again = VersionSteps(path)
     again.add(2, 3)
     assert again.distance(1, 2) == 5
+
+
+def test_a_line_that_a_crash_cut_does_not_hide_the_version_after_it(tmp_path: Path) -> None:
+    path = tmp_path / "versions.jsonl"
+    VersionSteps(path).add(1, 0)
+    with path.open("a") as file:
+        file.write('{"weight_version": 2, "upd')
+    VersionSteps(path, 1).add(3, 0)
+    again = VersionSteps(path, 3)
+    again.add(4, 1)
+    assert again.distance(1, 3) == 0
+    assert again.distance(3, 4) == 1
