@@ -37,6 +37,15 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertLayout:
+    """The routed experts of a model: L layers choose K of E experts for each token."""
+
+    num_layers: int
+    top_k: int
+    num_experts: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Sequence:
     """One branch of a trajectory. Arrays are [N]; entry i speaks of predicting token i."""
 
@@ -50,6 +59,9 @@ class Sequence:
     sampling: Sampling
     reward: float | None = None
     cause: int = 0  # trajectory_pb2.Cause of its trajectory's end
+    # uint8 or uint16[N - 1, L, K]: the engine's choice at each token but the last, by which nothing
+    # is predicted; None: not recorded. `broken_reason` checks it.
+    experts: npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | None = None
 
     @property
     def num_trained(self) -> int:
@@ -120,15 +132,32 @@ def from_proto(record: trajectory_pb2.TokenSequence, vocab_size: int) -> Sequenc
         ),
         reward=record.reward if record.HasField("reward") else None,
         cause=record.cause,
+        experts=_experts(record.routed_experts) if record.HasField("routed_experts") else None,
     )
 
 
-def broken_reason(sequence: Sequence) -> str:
+def _experts(
+    routed: trajectory_pb2.RoutedExperts,
+) -> npt.NDArray[np.uint8] | npt.NDArray[np.uint16]:
+    """As recorded; of shape [0, 0, 0] where the bytes are no whole number of tokens."""
+    layout = routed.layout
+    ids = np.frombuffer(routed.ids, np.uint8)
+    width = layout.num_layers * layout.top_k * (1 if layout.num_experts <= 256 else 2)
+    if not width or len(ids) % width:
+        return np.zeros((0, 0, 0), np.uint8)
+    typed = ids if layout.num_experts <= 256 else ids.view("<u2")
+    return typed.reshape(-1, layout.num_layers, layout.top_k)
+
+
+def broken_reason(sequence: Sequence, layout: ExpertLayout | None = None) -> str:
     """Why a sampled sequence cannot be trained; empty when it can.
 
     A non-finite log-prob, a banned id among the trained ones, or greedy sampling would turn
-    the loss into NaN or infinity: the trajectory is rejected and counted, not repaired.
+    the loss into NaN or infinity: the trajectory is rejected and counted, not repaired. With
+    `layout` its experts are to be replayed, and must be choices that the model can make.
     """
+    if layout is not None and (reason := broken_experts(sequence, layout)):
+        return reason
     trained = sequence.loss_mask
     if not np.isfinite(sequence.rollout_logprobs[trained]).all():
         return "nonfinite_rollout_logprob"
@@ -140,6 +169,20 @@ def broken_reason(sequence: Sequence) -> str:
     if sequence.sampling.temperature <= 0:
         return "greedy"
     return ""
+
+
+def broken_experts(sequence: Sequence, layout: ExpertLayout) -> str:
+    """Why the experts of a sequence cannot be replayed; empty when they can."""
+    experts = sequence.experts
+    if experts is None:
+        return "no_routed_experts"
+    if experts.shape != (len(sequence.token_ids) - 1, layout.num_layers, layout.top_k):
+        return "routed_experts_shape"
+    if experts.size and int(experts.max()) >= layout.num_experts:
+        return "routed_expert_unknown"
+    ordered = np.sort(experts, -1)
+    # Twice the same expert is a choice that no router makes, and that megatron loses tokens over.
+    return "routed_expert_twice" if (ordered[..., 1:] == ordered[..., :-1]).any() else ""
 
 
 def mask_stale(sequence: Sequence, weight_version: int, max_staleness: int) -> Sequence:
@@ -184,6 +227,10 @@ class MicroBatch:
     sequence: torch.Tensor  # int64[M]: index into the batch's sequences
     temperature: float
     banned: torch.Tensor | None  # bool[V]
+
+    def routed_freely(self) -> MicroBatch:
+        """The same pack, whose experts the model chooses by itself."""
+        return dataclasses.replace(self, rows=dataclasses.replace(self.rows, experts=None))
 
 
 def deal(lengths: Seq[int], num_ranks: int) -> list[list[int]]:
@@ -247,6 +294,8 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """Packs sequences; those without a trained token are left out, for they add nothing.
 
+    Sequences with experts have them replayed: all of a pack, or none.
+
     Args:
       multiple: packs are filled up to a multiple of so many tokens, which tensor-parallel ranks
         share out among them.
@@ -260,7 +309,7 @@ def make_micro_batches(
     members = list(units.values())
     packs = plan_packs(
         [sum(len(sequences[i].token_ids) for i in unit) for unit in members],
-        [sequences[unit[0]].sampling for unit in members],
+        [(sequences[u[0]].sampling, sequences[u[0]].experts is not None) for u in members],
         token_budget,
     )
     return [
@@ -300,9 +349,12 @@ def _pack(
     filler = -len(tokens) % multiple
     if filler:
         lengths.append(filler)
+    rows = pack_rows(lengths, device)
+    if chosen[0].experts is not None:
+        rows.experts = torch.from_numpy(_pack_experts(chosen, filler)).to(device)
     return MicroBatch(
         tokens=torch.nn.functional.pad(tokens, (0, filler)).to(device),
-        rows=pack_rows(lengths, device),
+        rows=rows,
         slots=(positions - 1).to(device),
         targets=tokens[positions].to(device),
         rollout=trained(s.rollout_logprobs for s in chosen),
@@ -311,3 +363,19 @@ def _pack(
         temperature=chosen[0].sampling.temperature,
         banned=banned,
     )
+
+
+def _pack_experts(
+    chosen: Seq[Sequence], filler: int
+) -> npt.NDArray[np.uint8] | npt.NDArray[np.int32]:
+    """Experts [T, L, K] of a pack. Last tokens and the filler, whose output nobody reads, take the
+    first K experts.
+    """
+    known = [s.experts for s in chosen if s.experts is not None]
+    assert len(known) == len(chosen), "sequences with and without experts in one pack"
+    _, num_layers, top_k = known[0].shape
+    unread = np.broadcast_to(np.arange(top_k, dtype=known[0].dtype), (1, num_layers, top_k))
+    parts = [part for experts in known for part in (experts, unread)]
+    packed = np.concatenate([*parts, *[unread] * filler])
+    # torch computes little with uint16.
+    return packed if packed.dtype == np.uint8 else packed.astype(np.int32)

@@ -28,7 +28,9 @@ def make_learner(folder: Path, device: Device) -> Learner:
     return learner
 
 
-def run(tmp_path: Path, name: str, model: Path, num_steps: int, stop_after: int) -> dict:
+def run(
+    tmp_path: Path, name: str, model: Path, num_steps: int, stop_after: int, dtype: str = "float32"
+) -> dict:
     config = tmp_path / f"{name}.json"
     data = tmp_path / "data.sequences"
     if not data.exists():
@@ -36,6 +38,7 @@ def run(tmp_path: Path, name: str, model: Path, num_steps: int, stop_after: int)
     settings = {
         "model_dir": str(model),
         "run_dir": str(tmp_path / name),
+        "dtype": dtype,
         "sft": {"batch_rows": 8, "router_aux_loss": 0.01, "optim": {"weight_decay": 0.01}},
     }
     config.write_text(json.dumps(settings))
@@ -49,12 +52,13 @@ def run(tmp_path: Path, name: str, model: Path, num_steps: int, stop_after: int)
     return result
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_three_steps_a_new_process_and_three_more_equal_six(
-    tmp_path: Path, model_dir: Path
+    tmp_path: Path, model_dir: Path, dtype: str
 ) -> None:
-    whole = run(tmp_path, "whole", model_dir, 6, 0)
-    first = run(tmp_path, "parts", model_dir, 6, 3)
-    second = run(tmp_path, "parts", model_dir, 6, 0)
+    whole = run(tmp_path, "whole", model_dir, 6, 0, dtype)
+    first = run(tmp_path, "parts", model_dir, 6, 3, dtype)
+    second = run(tmp_path, "parts", model_dir, 6, 0, dtype)
     assert (first["completed"], second["completed"]) == (0, 3)
     assert first["losses"] == {k: whole["losses"][k] for k in "123"}
     assert second["losses"] == whole["losses"]

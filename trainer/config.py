@@ -312,6 +312,10 @@ class RlConfig(_Settings):
     update's own forward pass: the same numbers as long as a batch is one optimizer step."""
     router_aux_loss: float = Field(default=0.0, ge=0)
     """Coefficient of the experts' load-balancing loss; 0 in RL."""
+    routing_replay: bool = False
+    """Tokens go to the experts that the engine chose for them, in the update and in recomputed
+    log-probs; the router is trained by the weights that it gives those. Needs a model with experts
+    and `rollout.engines.routed_experts`; trajectories without them are rejected and counted."""
     evaluation: PeriodicEvaluationConfig = PeriodicEvaluationConfig()
     """Evaluations during the stage and the choice of its best weights."""
     batch_wait_s: float = Field(default=60.0, gt=0)
@@ -376,8 +380,10 @@ class TrainerConfig(_Settings):
     """HOST:PORT of the RolloutManager; RL, Publish and MeasureGap need it."""
     grid: GridConfig = GridConfig()
     """How the model is split over ranks."""
-    dtype: Literal["float32"] = "float32"
-    """Type of weights and activations."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations, of what is exported and of what engines are sent: set
+    `rollout.engines.dtype` alike. With bfloat16 the optimizer's own weights, sums of gradients, the
+    router's scores and the softmax stay float32."""
     seed: int = 0
     """Seeds data order and random state."""
     num_threads: int = Field(default=1, gt=0)

@@ -34,8 +34,10 @@ _TOKEN_BUDGET = 60
 _COLLECTIVE_TIMEOUT_S = 120.0
 
 
-def global_batch(step: int) -> list[batching.Sequence]:
-    """Nine sampled sequences of 9 to 29 ids, so that packs come out uneven."""
+def global_batch(step: int, replayed: batching.ExpertLayout | None) -> list[batching.Sequence]:
+    """Nine sampled sequences of 9 to 29 ids, so that packs come out uneven; with `replayed`, with
+    choices of experts that no router made.
+    """
     rng = np.random.default_rng([7, step])
     rows = []
     for i in range(9):
@@ -44,6 +46,10 @@ def global_batch(step: int) -> list[batching.Sequence]:
         mask = [0] * 4 + [1] * (length - 4)
         logprobs = -np.log(testbed.VOCAB) + 0.2 * rng.standard_normal(length)
         row = testbed.record(ids, mask, logprobs=logprobs, attempt_id=f"row{i}", banned=(0, 1, 3))
+        if replayed is not None:
+            every = np.arange(replayed.num_experts)
+            choice = rng.permuted(np.tile(every, (length - 1, replayed.num_layers, 1)), axis=-1)
+            row = testbed.with_experts(row, choice[..., : replayed.top_k], replayed.num_experts)
         rows.append(batching.from_proto(row, testbed.VOCAB))
     return rows
 
@@ -74,6 +80,7 @@ def main() -> None:
     parser.add_argument("--save-after", type=int, default=3, help="the step that is saved")
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--replay", action="store_true", help="batches choose the experts")
     for name in ("tensor", "pipeline", "expert"):
         parser.add_argument(f"--{name}-parallel", type=int, default=1)
     arguments = parser.parse_args()
@@ -120,7 +127,7 @@ def main() -> None:
         saver = CheckpointSaver(store, device, _COLLECTIVE_TIMEOUT_S)
     updates = []
     for step in range(completed + 1, arguments.num_steps + 1):
-        sequences = global_batch(step)
+        sequences = global_batch(step, policy.experts if arguments.replay else None)
         micros = batching.make_micro_batches(
             sequences,
             _TOKEN_BUDGET,

@@ -119,6 +119,17 @@ def test_a_grid_trains_what_one_rank_trains(
     assert_same_training(model, alone, train(tmp_path, model, *GRIDS[grid]))
 
 
+def test_replayed_experts_train_the_same_on_a_grid(
+    tmp_path: Path, model: Path, alone: Trained
+) -> None:
+    for name in ("alone", "grid"):
+        (tmp_path / name).mkdir()
+    replayed = train(tmp_path / "alone", model, 1, ["--replay"])
+    grid = ["--tensor-parallel=2", "--pipeline-parallel=2", "--expert-parallel=2", "--replay"]
+    assert_same_training(model, replayed, train(tmp_path / "grid", model, 4, grid))
+    assert abs(replayed.losses[0] - alone.losses[0]) > 100 * _TOLERANCE
+
+
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen3", False)])
 def test_a_dense_model_trains_the_same_on_a_grid(tmp_path: Path, family: str, tied: bool) -> None:
     settings = testbed.FAMILIES[family] | {"tie_word_embeddings": tied}

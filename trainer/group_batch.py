@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from proto import rollout_pb2, trajectory_pb2
 from trainer.advantage import group_advantages
-from trainer.batch import Sequence, broken_reason, mask_stale
+from trainer.batch import ExpertLayout, Sequence, broken_reason, mask_stale
 from trainer.config import RlConfig
 from trainer.diagnostics import staleness_histogram
 
@@ -69,6 +69,7 @@ def build(
     max_staleness: int,
     aged: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]] = lambda versions: versions,
     unreadable: Mapping[str, str] | None = None,
+    replayed: ExpertLayout | None = None,
 ) -> GroupBatch:
     """Chooses what is trained.
 
@@ -80,11 +81,17 @@ def build(
       max_staleness: in updates.
       aged: int64[T] versions -> int64[T], counted so that one is one update: VersionSteps.aged.
       unreadable: group_id -> reason, of groups of the batch that could not be fetched.
+      replayed: the model's experts, where the engines' choices are replayed: a trajectory without
+        them is rejected. None: choices that were recorded are left out.
     """
     by_attempt: dict[str, list[Sequence]] = collections.defaultdict(list)
     for sequence in sequences:
         by_attempt[sequence.attempt_id].append(
-            dataclasses.replace(sequence, versions=aged(sequence.versions))
+            dataclasses.replace(
+                sequence,
+                versions=aged(sequence.versions),
+                experts=sequence.experts if replayed else None,
+            )
         )
     counts: collections.Counter[str] = collections.Counter()
     batch = GroupBatch([], [], [], dict(unreadable or {}), {}, {}, [])
@@ -108,7 +115,12 @@ def build(
         added = 0
         for member, advantage in zip(members, advantages, strict=True):
             branches, told = _trainable(
-                by_attempt[member.attempt_id], config, weight_version, max_staleness, counts
+                by_attempt[member.attempt_id],
+                config,
+                weight_version,
+                max_staleness,
+                replayed,
+                counts,
             )
             told.attempt_id = member.attempt_id
             batch.trajectories.append(told)
@@ -143,12 +155,13 @@ def _trainable(
     config: RlConfig,
     weight_version: int,
     max_staleness: int,
+    replayed: ExpertLayout | None,
     counts: collections.Counter[str],
 ) -> tuple[list[Sequence], rollout_pb2.TrainedTrajectory]:
     """Branches of one trajectory that are trained, stale tokens masked; counts what is not."""
     told = rollout_pb2.TrainedTrajectory()
     for sequence in branches:
-        if reason := broken_reason(sequence):
+        if reason := broken_reason(sequence, replayed):
             counts[f"num_trajectories_rejected_{reason}"] += 1
             told.untrained_reason = reason
             return [], told

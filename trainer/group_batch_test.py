@@ -2,13 +2,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from proto import rollout_pb2
 from proto import trajectory_pb2 as tpb
 from trainer import batch, group_batch
 from trainer.config import RlConfig
-from trainer.testbed import VOCAB, ScriptedManager, record
+from trainer.testbed import VOCAB, ScriptedManager, record, with_experts
+
+LAYOUT = batch.ExpertLayout(num_layers=2, top_k=2, num_experts=4)
 
 
 def member(name: str, reward: float, version: int = 5, **changes: Any) -> Any:
@@ -17,13 +20,21 @@ def member(name: str, reward: float, version: int = 5, **changes: Any) -> Any:
 
 
 def build(
-    groups: dict[str, list], config: RlConfig | None = None, version: int = 6
+    groups: dict[str, list],
+    config: RlConfig | None = None,
+    version: int = 6,
+    replayed: batch.ExpertLayout | None = None,
 ) -> group_batch.GroupBatch:
     manager = ScriptedManager()
     manager.add_batch(groups)
     sequences = [batch.from_proto(s, VOCAB) for ss in manager.sequences.values() for s in ss]
     return group_batch.build(
-        manager.replies[0].groups, sequences, config or RlConfig(), version, max_staleness=4
+        manager.replies[0].groups,
+        sequences,
+        config or RlConfig(),
+        version,
+        max_staleness=4,
+        replayed=replayed,
     )
 
 
@@ -120,3 +131,29 @@ def test_overlong_trajectories_are_filtered_where_asked_and_still_compared_with(
     assert got.advantages == pytest.approx([1.1547, -0.57735], abs=1e-4)
     assert [t.untrained_reason for t in got.trajectories] == ["", "overlong", ""]
     assert got.scalars["num_trajectories_overlong"] == 1
+
+
+def test_a_trajectory_whose_experts_cannot_be_replayed_is_rejected_and_counted() -> None:
+    choice = np.broadcast_to([1, 3], (2, 2, 2))
+    groups = {
+        "g": [
+            with_experts(member("sound", 1.0), choice),
+            with_experts(member("unknown", 0.0), choice + 1),
+            member("missing", 0.0),
+        ]
+    }
+    got = build(groups, replayed=LAYOUT)
+    assert [s.attempt_id for s in got.sequences] == ["sound"]
+    assert got.sequences[0].experts is not None
+    assert {t.attempt_id: t.untrained_reason for t in got.trajectories} == {
+        "sound": "",
+        "unknown": "routed_expert_unknown",
+        "missing": "no_routed_experts",
+    }
+    assert got.scalars["num_trajectories_rejected_routed_expert_unknown"] == 1
+    assert got.scalars["num_trajectories_rejected_no_routed_experts"] == 1
+    # Its siblings are compared with its reward all the same.
+    assert got.advantages == pytest.approx([1.1547], abs=1e-3)
+    without = build(groups)
+    assert len(without.sequences) == 3
+    assert all(s.experts is None for s in without.sequences)

@@ -18,6 +18,7 @@ from mbridge.models.llama import LLaMABridge
 from mbridge.models.qwen3 import Qwen3Bridge
 from mbridge.models.qwen3moe import Qwen3MoEBridge
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from trainer import layer_spec
 
@@ -99,6 +100,7 @@ class HfBridge(LLMBridge):
 
     def _build_base_config(self, *args: Any, **kwargs: Any) -> Any:
         kwargs.update(self._CONFIG)
+        kwargs["moe_enable_routing_replay"] = kwargs.get("num_moe_experts") is not None
         return super()._build_base_config(*args, **kwargs)
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
@@ -110,6 +112,8 @@ class HfBridge(LLMBridge):
         model = self._model_provider([])(
             parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
         )
+        # Each layer knows its own (RoutedLayer); the list would keep models alive.
+        RouterReplay.clear_global_router_replay_instances()
         if hasattr(model, "rotary_pos_emb"):
             model.rotary_pos_emb.__class__ = layer_spec.PackedRotary
         return model

@@ -12,16 +12,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 # Longest over shortest sequence that are padded to one length: wastes at most this much.
 _MAX_PADDING = 1.25
@@ -36,6 +39,8 @@ class PackedRows(PackedSeqParams):
 
     position_ids: torch.Tensor | None = None  # int64[T], restarts at each sequence
     blocks: list[RowBlock] = dataclasses.field(default_factory=list)
+    experts: torch.Tensor | None = None  # integer[T, MoE layers, top k]: replayed, if given
+    chosen_experts: dict[int, torch.Tensor] | None = None  # takes [T, top k] by layer, if given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +184,39 @@ class PackedRotary(RotaryEmbedding):
         return table.index_select(0, max_seq_len.position_ids)
 
 
+class RoutedLayer(TransformerLayer):
+    """A layer that replays the experts of its pack, or notes those that it chose.
+
+    Only the choice is replayed: weights of the chosen experts come from the router's own scores, so
+    that it is trained (LOSSES.md section 7, R3). Each pass brings its pack along, a recomputed one
+    too, so that it does not matter which packs are under way.
+    """
+
+    def forward(self, *args: Any, packed_seq_params: PackedRows, **kwargs: Any) -> Any:
+        """As megatron's."""
+        replay = self.mlp.router.router_replay
+        replay.clear_router_replay_action()
+        if packed_seq_params.experts is not None:
+            chosen = packed_seq_params.experts[:, self.layer_number - 1]
+            replay.target_topk_idx = _own_tokens(chosen, self.config).long()
+            replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        elif packed_seq_params.chosen_experts is not None:
+            replay.set_router_replay_action(RouterReplayAction.RECORD)
+        output = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if packed_seq_params.chosen_experts is not None:
+            packed_seq_params.chosen_experts[self.layer_number - 1] = replay.recorded_topk_idx
+        replay.clear_indices()
+        return output
+
+
+def _own_tokens(rows: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
+    """Of all tokens those that this rank's router sees: a share, with sequence parallelism."""
+    if not config.sequence_parallel:
+        return rows
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    return rows.chunk(config.tensor_model_parallel_size)[rank]
+
+
 def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Returns the decoder's layers for this rank's pipeline stage."""
     spec: ModuleSpec = get_gpt_layer_local_spec(
@@ -187,6 +225,8 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         qk_layernorm=config.qk_layernorm,
         normalization="RMSNorm",
     )
+    if config.moe_enable_routing_replay:
+        spec.module = RoutedLayer
     layers = spec.submodules
     layers.input_layernorm = RMSNorm
     layers.pre_mlp_layernorm = RMSNorm

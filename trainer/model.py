@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from transformers import AutoConfig
 
 from trainer import architecture, hf_import
-from trainer.batch import MicroBatch
+from trainer.batch import ExpertLayout, MicroBatch
 from trainer.config import GridConfig
 from trainer.device import Device
 from trainer.errors import BadRequestError
@@ -44,7 +44,14 @@ def _hidden_and_weight(
 class Policy:
     """The model of this rank, wrapped for gradient reduction over data-parallel ranks."""
 
-    def __init__(self, model_dir: Path, grid: GridConfig, device: Device, seed: int) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        grid: GridConfig,
+        device: Device,
+        seed: int,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+    ) -> None:
         """Builds the model of `model_dir`/config.json; `load_hf` or a checkpoint fills it.
 
         Raises:
@@ -69,7 +76,7 @@ class Policy:
             )
         model_parallel_cuda_manual_seed(seed)
         bridge = BRIDGES[self._config["architectures"][0]]
-        self._bridge = bridge(self.hf_config, dtype=torch.float32)
+        self._bridge = bridge(self.hf_config, dtype=getattr(torch, dtype))
         self.config = self._bridge.config
         self.module = self._bridge.build()
         self.ddp = DistributedDataParallel(
@@ -88,6 +95,21 @@ class Policy:
     def vocab_size(self) -> int:
         """Ids are below this."""
         return int(self.hf_config.vocab_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of weights and activations."""
+        dtype: torch.dtype = self.config.params_dtype
+        return dtype
+
+    @property
+    def experts(self) -> ExpertLayout | None:
+        """What routers choose from; None: the model has no experts."""
+        if self.config.num_moe_experts is None:
+            return None
+        return ExpertLayout(
+            self.config.num_layers, self.config.moe_router_topk, self.config.num_moe_experts
+        )
 
     @property
     def num_parameters(self) -> int:

@@ -59,9 +59,12 @@ class Reference:
         return sum(tensor.nbytes for tensor in self._weights)
 
     def score(self, learner: Learner, micros: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Log-probs [M] of each micro-batch's trained tokens under the reference."""
+        """Log-probs [M] of each micro-batch's trained tokens under the reference.
+
+        Its routers choose by themselves: the engine's choice is that of another policy.
+        """
         with self._lent():
-            return learner.logprobs(micros)
+            return learner.logprobs([micro.routed_freely() for micro in micros])
 
     @contextlib.contextmanager
     def _lent(self) -> Iterator[None]:

@@ -193,6 +193,7 @@ class RlStage:
             min(self._config.max_staleness, claimed.max_staleness or self._config.max_staleness),
             self._runner.aged,
             unreadable,
+            self._learner.policy.experts if self._config.routing_replay else None,
         )
 
     def _fetch_groups(

@@ -104,7 +104,12 @@ class StageRunner:
         """
         self.config = config
         self._link = link
-        policy = Policy(config.model_dir, config.grid, device, config.seed)
+        policy = Policy(config.model_dir, config.grid, device, config.seed, config.dtype)
+        if config.rl.routing_replay and policy.experts is None:
+            raise BadRequestError(
+                f"trainer.rl.routing_replay is on, but the model in {config.model_dir} has no "
+                "experts; turn it off"
+            )
         self.learner = Learner(policy, config.logprob_chunk)
         self.metrics = MetricsLog(config.run_dir / "metrics")
         self._store = CheckpointStore(
@@ -403,6 +408,15 @@ class StageRunner:
         records = self._link.fetch(attempt_ids, self.config.sequences_per_fetch)
         vocab_size = self.learner.policy.vocab_size
         sequences = [batching.from_proto(record, vocab_size) for record in records]
+        replayed = self.learner.policy.experts if self.config.rl.routing_replay else None
+        if replayed is None:
+            sequences = [dataclasses.replace(s, experts=None) for s in sequences]
+        elif broken := [s for s in sequences if batching.broken_experts(s, replayed)]:
+            raise BadRequestError(
+                f"attempt {broken[0].attempt_id} cannot be replayed: "
+                f"{batching.broken_experts(broken[0], replayed)}; turn trainer.rl.routing_replay "
+                "off, or measure others"
+            )
         return gap.measure(self.learner, sequences, weight_version, self.config.token_budget)
 
     # ---- inside ----------------------------------------------------------------------

@@ -73,7 +73,8 @@ class Learner:
                 adam_eps=optim.eps,
                 clip_grad=optim.clip_grad,
                 use_distributed_optimizer=True,
-                params_dtype=torch.float32,
+                params_dtype=self.policy.dtype,
+                bf16=self.policy.dtype is torch.bfloat16,
             ),
             [self.policy.ddp],
         )

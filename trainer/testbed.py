@@ -110,6 +110,20 @@ def record(
     return sequence
 
 
+def with_experts(
+    sequence: trajectory_pb2.TokenSequence, experts: np.ndarray, num_experts: int = 4
+) -> trajectory_pb2.TokenSequence:
+    """The record with `experts`: integer[N - 1, L, K]."""
+    result = trajectory_pb2.TokenSequence()
+    result.CopyFrom(sequence)
+    layout = result.routed_experts.layout
+    layout.num_layers, layout.top_k = experts.shape[1:]
+    layout.num_experts = num_experts
+    dtype = np.uint8 if num_experts <= 256 else np.dtype("<u2")
+    result.routed_experts.ids = experts.astype(dtype).tobytes()
+    return result
+
+
 def copy_rows(num_rows: int, seed: int = 0) -> Iterable[trajectory_pb2.TokenSequence]:
     """A toy that SFT learns in a few steps: the second half repeats one fixed id."""
     rng = np.random.default_rng(seed)

@@ -18,6 +18,8 @@ from pathlib import Path
 
 def main() -> int:
     """Runs the stage."""
+    import torch
+
     from trainer import device as devices
     from trainer.config import TrainerConfig
     from trainer.stage_runner import StageRequest, StageRunner
@@ -43,7 +45,7 @@ def main() -> int:
     digest = hashlib.sha256()
     for name, tensor in runner.learner.policy.export_named_tensors():
         digest.update(name.encode())
-        digest.update(tensor.numpy().tobytes())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     losses = {r.step: r.scalars["loss"].hex() for r in runner.metrics.since("sft", 1)}
     print(json.dumps({"completed": completed, "losses": losses, "weights": digest.hexdigest()}))
     return 0
