@@ -90,9 +90,7 @@ def test_another_choice_gives_another_loss_and_still_trains_the_router(
 ) -> None:
     learner = make_learner(model_dir, device)
     sequences = choosing(learner, rows())
-    turned = [
-        dataclasses.replace(s, experts=(own_choice(learner, s) + 1) % 4) for s in sequences
-    ]
+    turned = [dataclasses.replace(s, experts=(own_choice(learner, s) + 1) % 4) for s in sequences]
     own = torch.cat(learner.logprobs(packs(sequences)))
     other = torch.cat(learner.logprobs(packs(turned)))
     assert float((own - other).abs().mean()) > 1e-3
