@@ -140,8 +140,11 @@ def needs_head(model: Any, tensors: Iterable[TensorSpec]) -> bool:
     """Whether the output head must be filled from the embedding.
 
     SGLang's Qwen3-MoE model has a head of its own even where the configuration ties the two,
-    and a tied sender has only the embedding to send.
+    and a tied sender has only the embedding to send. Its dense models share one parameter, which
+    goes by the embedding's name alone.
     """
     is_tied = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
     names = {tensor.name for tensor in tensors}
-    return is_tied and hasattr(model, "lm_head") and HEAD not in names and EMBEDDING in names
+    if not is_tied or HEAD in names or EMBEDDING not in names:
+        return False
+    return any(name == HEAD for name, _ in model.named_parameters())

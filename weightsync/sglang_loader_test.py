@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -19,7 +20,12 @@ from weightsync.config import WeightSyncConfig  # noqa: E402
 from weightsync.descriptor import TENSOR_NAME, Descriptor, pack_plan  # noqa: E402
 from weightsync.errors import PeerLostError  # noqa: E402
 from weightsync.plan import TensorSpec, make_plan  # noqa: E402
-from weightsync.sglang_models import make_model, make_weights  # noqa: E402
+from weightsync.sglang_models import (  # noqa: E402
+    CONFIG,
+    DENSE_CONFIG,
+    make_model,
+    make_weights,
+)
 from weightsync.transports import open_sender, send_bucket  # noqa: E402
 from weightsync.weight_digest import WeightDigest, tensor_checksum  # noqa: E402
 
@@ -236,6 +242,24 @@ def test_what_a_model_loads_wrongly_is_named(fault, size):
     for name in names:
         assert f"{name} in " in error
     assert outcome.touched[-1]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("config", [CONFIG, DENSE_CONFIG], ids=["experts", "dense"])
+def test_a_tied_head_has_the_embeddings_weights(config, size):
+    """SGLang gives the model with experts a head of its own, the dense one the embedding itself."""
+    tied = copy.deepcopy(config)
+    tied.tie_word_embeddings = True
+    weights = make_weights(8, tied)
+    del weights["lm_head.weight"]
+    models = [make_model(rank, size, config=tied) for rank in range(size)]
+    outcome = update(models, weights)
+    assert outcome.errors == [""] * size
+    assert outcome.digests == [digest_of(weights)] * size
+    for model in models:
+        assert model.config.tie_word_embeddings
+        assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+        assert (model.lm_head.weight != -7.0).any()
 
 
 def test_without_the_check_nothing_is_noticed():

@@ -34,7 +34,7 @@ CONFIG = Qwen3MoeConfig(
 DENSE_CONFIG = Qwen3Config(
     vocab_size=VOCAB,
     hidden_size=32,
-    num_hidden_layers=1,
+    num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=16,
@@ -105,7 +105,8 @@ def make_model(rank: int = 0, size: int = 1, expert_parallel: int = 1, config: A
         values |= {f"{name}_rank": own, f"{name}_size": width}
     torch.set_default_dtype(torch.float32)
     with get_parallel().override(**values), torch.no_grad():
-        model = (Qwen3MoeForCausalLM if config is CONFIG else Qwen3ForCausalLM)(config)
+        has_experts = isinstance(config, Qwen3MoeConfig)
+        model = (Qwen3MoeForCausalLM if has_experts else Qwen3ForCausalLM)(config)
         for parameter in model.parameters():
             parameter.fill_(-7.0)
     return model
@@ -132,7 +133,7 @@ def make_weights(seed: int = 0, config: Any = CONFIG) -> dict[str, torch.Tensor]
             layer + "input_layernorm.weight": (hidden,),
             layer + "post_attention_layernorm.weight": (hidden,),
         }
-        if config is CONFIG:
+        if isinstance(config, Qwen3MoeConfig):
             shapes[layer + "mlp.gate.weight"] = (CONFIG.num_experts, hidden)
             mlps |= {f"{layer}mlp.experts.{e}.": 8 for e in range(CONFIG.num_experts)}
         else:
