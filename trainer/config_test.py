@@ -33,7 +33,7 @@ def test_json_round_trip() -> None:
         ({"rl": {"loss": {"norm": "constant"}}}, "set loss.constant_length"),
         ({"rl": {"loss": {"objective": "recompute_only"}}}, "wrong for stale data"),
         ({"rl": {"loss": {"kl_coef": 0.1}}}, "set loss.kl to 'k2' or 'k3'"),
-        ({"dtype": "bfloat16"}, "float32"),
+        ({"dtype": "float16"}, "float32"),
         ({"weight_sync": {"transport": "rdma"}}, "'shm', 'tcp', 'distributed' or 'disk'"),
         ({"weight_sync": {"bucket_byte": 10}}, "weight_sync.bucket_byte"),
         ({"weight_sync": {"tcp": {"fan_out": 0}}}, "weight_sync.tcp.fan_out"),
