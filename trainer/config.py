@@ -403,6 +403,8 @@ class TrainerConfig(_Settings):
     """Folder of a recorded run whose RL stage is trained again: the first weights are those of its
     last checkpoint before RL, versions are those of the recorded batches, and no weights are
     sent."""
+    export_shard_bytes: int = Field(default=4 * 2**30, gt=0)
+    """Weights in one file of an export; more go into several files with an index."""
     sequences_per_fetch: int = Field(default=256, gt=0)
     """Attempts asked for in one FetchSequences call."""
     collective_timeout_s: float = Field(default=600.0, gt=0)

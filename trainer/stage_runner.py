@@ -399,7 +399,7 @@ class StageRunner:
         if not path.is_absolute():
             raise BadRequestError(f"Export wants an absolute path, got {path}")
         tensors = self.learner.policy.export_named_tensors()
-        return hf_export.write(tensors, self.config.model_dir, path)
+        return hf_export.write(tensors, self.config.model_dir, path, self.config.export_shard_bytes)
 
     def measure_gap(self, attempt_ids: list[str], weight_version: int) -> gap.Gap:
         """See MeasureGap."""
