@@ -392,6 +392,10 @@ class TrainerConfig(_Settings):
     """Most tokens in a micro-batch; a longer sequence has one to itself."""
     logprob_chunk: int = Field(default=4096, gt=0)
     """Most trained tokens whose logits exist at one time."""
+    recompute: bool = False
+    """Layers keep their input only and are computed again in the backward pass: the gradient is
+    the same, activations of one layer exist at a time, and a step takes about a third longer.
+    Long sequences need it."""
     checkpoints_kept: int = Field(default=3, gt=0)
     """Newest checkpoints kept on disk; older ones are deleted."""
     checkpoint: CheckpointConfig = CheckpointConfig()

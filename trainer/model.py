@@ -134,6 +134,12 @@ class Policy:
         """Sets the load-balancing coefficient from the next forward pass on."""
         self.config.moe_aux_loss_coeff = coefficient
 
+    def set_recompute(self, on: bool) -> None:
+        """Whether layers keep their input only, and are computed again in the backward pass."""
+        self.config.recompute_granularity = "full" if on else None
+        self.config.recompute_method = "uniform" if on else None
+        self.config.recompute_num_layers = 1 if on else None
+
     @property
     def output_weight(self) -> torch.Tensor:
         """The output embedding [V, H]; the input embedding itself where they are tied."""

@@ -110,6 +110,7 @@ class StageRunner:
                 f"trainer.rl.routing_replay is on, but the model in {config.model_dir} has no "
                 "experts; turn it off"
             )
+        policy.set_recompute(config.recompute)
         self.learner = Learner(policy, config.logprob_chunk)
         self.metrics = MetricsLog(config.run_dir / "metrics")
         self._store = CheckpointStore(

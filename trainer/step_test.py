@@ -34,6 +34,34 @@ def weights(learner: Learner) -> dict[str, torch.Tensor]:
     return {n: t.clone() for n, t in learner.policy.export_named_tensors()}
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3"])
+def test_recompute_changes_no_bit_and_keeps_less(
+    tmp_path: Path, device: Device, family: str
+) -> None:
+    sizes = testbed.FAMILIES[family] | {"num_hidden_layers": 4}
+    folder = testbed.write_model(tmp_path / "model", scale=5.0, **sizes)
+    ends, kept_bytes = [], []
+    for is_on in (False, True):
+        learner = make_learner(folder, device)
+        learner.policy.set_recompute(is_on)
+        kept = 0
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal kept
+            kept += tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            learner.policy.hidden(micro_batches(1000)[0])
+        updates = [learner.update(micro_batches(60), mean_loss, step) for step in (1, 2)]
+        ends.append((updates[0].grad_norm, updates[1].loss, weights(learner)))
+        kept_bytes.append(kept)
+    plain, recomputed = ends
+    assert plain[:2] == recomputed[:2]
+    assert all(torch.equal(plain[2][n], recomputed[2][n]) for n in plain[2])
+    assert kept_bytes[1] < kept_bytes[0] / 5
+
+
 def test_loss_and_gradient_do_not_depend_on_packing_or_chunks(
     model_dir: Path, device: Device
 ) -> None:
