@@ -99,6 +99,20 @@ def test_another_choice_gives_another_loss_and_still_trains_the_router(
     assert all(float(g.abs().max()) > 1e-6 for g in gate_gradients(learner))
 
 
+def test_layers_that_are_computed_again_replay_the_same_choice(
+    model_dir: Path, device: Device
+) -> None:
+    ends = []
+    for is_recomputed in (False, True):
+        learner = make_learner(model_dir, device)
+        learner.policy.set_recompute(is_recomputed)
+        turned = [dataclasses.replace(s, experts=(own_choice(learner, s) + 1) % 4) for s in rows()]
+        update = learner.update(packs(turned, 30), mean_loss, 1)
+        ends.append((update.loss, update.grad_norm, gate_gradients(learner)))
+    assert ends[0][:2] == ends[1][:2]
+    assert all(map(torch.equal, ends[0][2], ends[1][2]))
+
+
 def test_the_reference_of_a_kl_term_routes_freely(model_dir: Path, device: Device) -> None:
     learner = make_learner(model_dir, device)
     (micro,) = packs([dataclasses.replace(rows()[0], experts=None)])
