@@ -7,7 +7,9 @@ Invariants:
   * Only new messages are ever rendered. A delta after an assistant turn is found by
     rendering a fixed base conversation followed by the new messages, and taking what stands
     after the base's end-of-turn token. Templates that render a last assistant message
-    differently (Qwen3 adds an empty think block) therefore cannot disturb sampled ids.
+    differently (Qwen3 adds an empty think block) therefore cannot disturb sampled ids, and what
+    a template strips from history (Qwen3: thoughts before the last user message) stays, in live
+    turns as in training data.
   * A delta starts right after the end-of-turn id. Special tokens split the text before BPE
     runs, so that encoding a delta alone equals encoding it inside the whole.
   * Special tokens come from the template only. The same text inside a message is encoded as
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ Message = Mapping[str, Any]
 # Stands for the assistant's words in the base conversation.
 _SENTINEL = "swe-rl-base-turn"
 _BASE = ({"role": "user", "content": "-"}, {"role": "assistant", "content": _SENTINEL})
+_END_OF_THOUGHTS = "</think>"
 # Characters without a meaning in Unicode; one that no message holds breaks up special text.
 _BREAKERS = range(0xE000, 0xF900)
 
@@ -117,19 +120,24 @@ class ChatTemplate:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def encode_delta(
-        self, new_messages: Sequence[Message], *, add_generation_prompt: bool, is_first: bool
+        self,
+        new_messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        is_first: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """Ids of `new_messages`.
+        """Ids of `new_messages`; `tools` are shown where they start a conversation.
 
         With `is_first` they start the conversation. Else they follow an assistant turn whose
         last id is the end-of-turn id, and the result starts with the template's glue behind
         it (Qwen3: a newline). `new_messages` may then be empty.
         Raises ChatTemplateError when the template refuses the messages.
         """
-        breaker = _unused_character(new_messages)
-        messages = [self._disarmed(message, breaker) for message in new_messages]
+        breaker = _unused_character([new_messages, tools])
+        messages = self._disarmed(new_messages, breaker)
         if is_first:
-            text = self._render(messages, add_generation_prompt)
+            text = self._render(messages, add_generation_prompt, self._disarmed(tools, breaker))
         else:
             whole = self._render([*_BASE, *messages], add_generation_prompt)
             _, found, tail = whole.partition(_SENTINEL)
@@ -151,10 +159,40 @@ class ChatTemplate:
             ids = ids[:-1]
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    def render_training(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
+    def encode_turn(self, message: Message) -> list[int]:
+        """Ids of what the assistant wrote in `message`, without the end of the turn.
+
+        Content is taken as it stands. Where there are `tool_calls` or `reasoning_content` too, the
+        template writes them around it, as in the last turn of a conversation; an empty block of
+        thoughts, which no generation prompt asks for, is not part of it.
+        Raises ChatTemplateError when the template refuses the message, or shows it otherwise than as
+        a turn that follows the generation prompt.
+        """
+        thoughts = message.get("reasoning_content")
+        content = message.get("content") or ""
+        if not message.get("tool_calls") and not thoughts:
+            return self.encode_text(content)
+        breaker = _unused_character(message)
+        question, shown = _BASE[0], self._disarmed({**message, "content": content}, breaker)
+        head = self._render([question], True)
+        has_thoughts = bool(thoughts) or _END_OF_THOUGHTS in content
+        # A turn that is not the last is shown without an empty block of thoughts, and without any.
+        whole = self._render([question, shown, *([] if has_thoughts else [question])], False)
+        text, closed, _ = whole[len(head) :].partition(self._end_of_turn)
+        if not whole.startswith(head) or not closed:
+            raise ChatTemplateError(
+                "the chat template does not render an assistant message behind its generation "
+                f"prompt {head[-40:]!r}, closed by {self._end_of_turn!r}: got {whole[-120:]!r}"
+            )
+        return self.encode_text(text.replace(breaker, ""))
+
+    def render_training(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[list[int], list[int]]:
         """(ids, loss_mask) of a finished conversation, laid out as live turns would be.
 
-        loss_mask is 1 on each assistant message's content and on its end-of-turn id.
+        loss_mask is 1 on what each assistant message says (content, thoughts, tool calls) and on
+        its end-of-turn id: on what is sampled, and on nothing that the template writes.
         """
         ids: list[int] = []
         mask: list[int] = []
@@ -164,34 +202,47 @@ class ChatTemplate:
             if message["role"] != "assistant":
                 pending.append(message)
                 continue
-            prompt = self.encode_delta(pending, add_generation_prompt=True, is_first=is_first)
-            sampled = [*self.encode_text(message["content"]), self.end_of_turn_id]
+            prompt = self.encode_delta(
+                pending, add_generation_prompt=True, is_first=is_first, tools=tools
+            )
+            sampled = [*self.encode_turn(message), self.end_of_turn_id]
             ids += prompt + sampled
             mask += [0] * len(prompt) + [1] * len(sampled)
             pending, is_first = [], False
         if pending:
-            rest = self.encode_delta(pending, add_generation_prompt=False, is_first=is_first)
+            rest = self.encode_delta(
+                pending, add_generation_prompt=False, is_first=is_first, tools=tools
+            )
             ids += rest
             mask += [0] * len(rest)
         return ids, mask
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    def _render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self._variables
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools or None,
+                **self._variables,
             )
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
             roles = [m.get("role") for m in messages]
             raise ChatTemplateError(f"chat template refused roles {roles}: {error}") from error
 
-    def _disarmed(self, message: Message, breaker: str) -> dict[str, Any]:
-        """The message with each special text in a string field broken by `breaker`."""
-        return {
-            key: self._special_re.sub(lambda m: m[0][0] + breaker + m[0][1:], value)
-            if isinstance(value, str)
-            else value
-            for key, value in message.items()
-        }
+    def _disarmed(self, value: Any, breaker: str) -> Any:
+        """The value with each special text in its strings, however deep, broken by `breaker`."""
+        if isinstance(value, str):
+            return self._special_re.sub(lambda m: m[0][0] + breaker + m[0][1:], value)
+        if isinstance(value, Mapping):
+            return {key: self._disarmed(item, breaker) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._disarmed(item, breaker) for item in value]
+        return value
 
     def _encode(self, text: str, breaker: str) -> list[int]:
         ids: list[int] = []
@@ -230,8 +281,20 @@ def _token_text(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _unused_character(messages: Sequence[Message]) -> str:
-    text = "".join(v for m in messages for v in m.values() if isinstance(v, str))
+def _strings(value: Any) -> Iterator[str]:
+    """Every string in `value`, however deep."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _strings(item)
+
+
+def _unused_character(value: Any) -> str:
+    text = "".join(_strings(value))
     for code in _BREAKERS:
         if chr(code) not in text:
             return chr(code)

@@ -4,8 +4,10 @@ Owner: rollout/traces.
   python -m rollout.traces.import_jsonl --model MODEL_DIR --in FILE.jsonl --out FILE.sequences
 
 A line is an object with `messages` (OpenAI form: role, content, tool_calls, tool_call_id) or
-such a list itself; mini-swe-agent's trajectory files are objects of that form too. What the
-model's template may not know is turned into text, so that one policy learns one form:
+such a list itself; mini-swe-agent's trajectory files are objects of that form too. With
+`--tool-calls template` calls, answers, thoughts (`reasoning_content`) and the row's `tools` are what
+the model's template makes of them. With `--tool-calls text`, the default, what a template may not
+know is turned into text, so that one policy learns one form; thoughts of their own are left out:
   * an assistant's tool call becomes a fenced block behind its content: ```bash and the command
     for a call whose only argument is `command`, else ```json with name and arguments;
   * a tool's answer becomes a user message;
@@ -23,14 +25,15 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from proto import trajectory_pb2
 from rollout.client import write_sequences
 from rollout.gateway.chat_template import ChatTemplate, ChatTemplateError
 from rollout.traces.records import RowTooLong, training_record
 
-Message = dict[str, str]
+Message = dict[str, Any]
+ToolCalls = Literal["text", "template"]
 
 _SIDES = {
     "system": "system",
@@ -41,6 +44,7 @@ _SIDES = {
     "assistant": "assistant",
 }
 _LOG_ROLES = frozenset({"exit"})
+_CALL_FIELDS = ("tool_calls", "reasoning_content")
 
 
 class TraceFormatError(ValueError):
@@ -79,8 +83,29 @@ def flatten(messages: object) -> list[Message]:
     return flat
 
 
-def read_conversations(path: Path) -> Iterator[tuple[int, list[Message]]]:
-    """(line number from 1, flattened messages) of each line that is not blank.
+def as_called(messages: object) -> list[Message]:
+    """The messages for a template that knows tool calls: checked, their content text.
+
+    Raises TraceFormatError when `messages` is malformed or holds no assistant message.
+    """
+    flatten(messages)  # every check of the other form holds here too
+    assert isinstance(messages, list)
+    kept: list[Message] = []
+    for number, message in enumerate(messages):
+        if message["role"] in _LOG_ROLES:
+            continue
+        role = {"developer": "system", "function": "tool"}.get(message["role"], message["role"])
+        one: Message = {"role": role, "content": _content(message, number)}
+        kept.append(one | {k: message[k] for k in _CALL_FIELDS if message.get(k)})
+    while kept[-1]["role"] != "assistant":
+        kept.pop()
+    return kept
+
+
+def read_conversations(
+    path: Path, tool_calls: ToolCalls = "text"
+) -> Iterator[tuple[int, list[Message], list[Any]]]:
+    """(line number from 1, messages, tools) of each line that is not blank.
 
     Raises TraceFormatError naming the line, OSError.
     """
@@ -91,29 +116,36 @@ def read_conversations(path: Path) -> Iterator[tuple[int, list[Message]]]:
             try:
                 row = json.loads(line)
                 messages = row.get("messages") if isinstance(row, Mapping) else row
-                yield number, flatten(messages)
+                if tool_calls == "text":
+                    yield number, flatten(messages), []
+                else:
+                    tools = row.get("tools") if isinstance(row, Mapping) else None
+                    if tools is not None and not isinstance(tools, list):
+                        raise TraceFormatError(f"tools are no list but {type(tools).__name__}")
+                    yield number, as_called(messages), tools or []
             except (json.JSONDecodeError, TraceFormatError) as error:
                 raise TraceFormatError(f"{path}, line {number}: {error}") from error
 
 
 def convert(
-    template: ChatTemplate, source: Path, max_tokens: int | None
+    template: ChatTemplate, source: Path, max_tokens: int | None, tool_calls: ToolCalls = "text"
 ) -> Iterator[trajectory_pb2.TokenSequence]:
     """Records of the conversations of `source`; those above `max_tokens` ids are left out."""
-    for number, messages in read_conversations(source):
+    for number, messages, tools in read_conversations(source, tool_calls):
         try:
             yield training_record(
                 template,
                 messages,
                 row_id=f"{source.name}:{number}",
                 task_id="",
+                tools=tools,
                 max_tokens=max_tokens,
             )
         except RowTooLong as error:
             print(f"left out: {error}", file=sys.stderr)
 
 
-def _text(message: Mapping[str, Any], number: int) -> str:
+def _content(message: Mapping[str, Any], number: int) -> str:
     content = message.get("content")
     if content is None:
         content = ""
@@ -121,6 +153,11 @@ def _text(message: Mapping[str, Any], number: int) -> str:
         content = "".join(_part_text(part, number) for part in content)
     elif not isinstance(content, str):
         raise TraceFormatError(f"content of message {number} is {type(content).__name__}, not text")
+    return content
+
+
+def _text(message: Mapping[str, Any], number: int) -> str:
+    content = _content(message, number)
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise TraceFormatError(f"tool_calls of message {number} are no list")
@@ -160,12 +197,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True, help="folder with the tokenizer")
     parser.add_argument("--in", dest="source", type=Path, required=True, help="JSON lines")
     parser.add_argument("--out", type=Path, required=True, help="file to write")
+    parser.add_argument(
+        "--tool-calls",
+        choices=("text", "template"),
+        default="text",
+        help="as fenced text, or as the model's chat template has them",
+    )
     parser.add_argument("--max-tokens", type=int, help="leave out longer conversations")
     args = parser.parse_args(argv)
     try:
         template = ChatTemplate.load(args.model)
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        count = write_sequences(args.out, convert(template, args.source, args.max_tokens))
+        count = write_sequences(
+            args.out, convert(template, args.source, args.max_tokens, args.tool_calls)
+        )
     except (TraceFormatError, ChatTemplateError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -23,13 +23,16 @@ def training_record(
     *,
     row_id: str,
     task_id: str,
+    tools: Sequence[Mapping[str, Any]] = (),
     max_tokens: int | None = None,
 ) -> trajectory_pb2.TokenSequence:
     """The record of a finished conversation; loss_mask 1 on what the assistant wrote.
 
+    `tools` are what the conversation's row declared, in OpenAI's form.
+
     Raises RowTooLong past `max_tokens` ids, ValueError when no id would be trained.
     """
-    ids, mask = template.render_training(messages)
+    ids, mask = template.render_training(messages, tools)
     if max_tokens is not None and len(ids) > max_tokens:
         raise RowTooLong(f"row {row_id} has {len(ids)} ids; at most {max_tokens} are wanted")
     if not any(mask):
