@@ -57,6 +57,7 @@ __all__ = [
     "write_sequences",
 ]
 
+_EXPERT_CHUNK_BYTES = 2**20
 SEQUENCES_MAGIC = b"SWRLSEQ1"
 ATTEMPTS_MAGIC = b"SWRLATT1"
 _LENGTH = struct.Struct("<I")
@@ -177,9 +178,23 @@ class RolloutClient:
         """Waits up to `timeout_s` in the scheduler's queue."""
         return await self._call(self._stub.AdmitTurn, request, timeout_s)
 
-    async def append_turn(self, request: pb.AppendTurnRequest) -> pb.AppendTurnReply:
-        """Makes a turn durable; on success the client may be answered."""
-        return await self._call(self._stub.AppendTurn, request)
+    async def append_turn(
+        self, request: pb.AppendTurnRequest, experts: bytes = b""
+    ) -> pb.AppendTurnReply:
+        """Makes a turn durable; on success the client may be answered.
+
+        Args: experts are those at the turn's num_routed_tokens tokens; they go in messages of 1 MiB.
+        """
+        if not experts:
+            return await self._call(self._stub.AppendTurn, request)
+
+        def messages() -> Iterator[pb.AppendRoutedTurnRequest]:
+            yield pb.AppendRoutedTurnRequest(turn=request)
+            for start in range(0, len(experts), _EXPERT_CHUNK_BYTES):
+                part = experts[start : start + _EXPERT_CHUNK_BYTES]
+                yield pb.AppendRoutedTurnRequest(expert_ids=part)
+
+        return await self._call(self._stub.AppendRoutedTurn, messages())
 
     async def release_ticket(self, request: pb.ReleaseTicketRequest) -> pb.ReleaseTicketReply:
         """Gives a ticket back without a turn."""
@@ -227,19 +242,22 @@ class RolloutClient:
         """Whole sequences of the attempts, in the order asked; an attempt's branches in a row."""
         whole: tpb.TokenSequence | None = None
         request = pb.FetchSequencesRequest(attempt_ids=attempt_ids)
-        ids, mask, logprobs = bytearray(), bytearray(), bytearray()
+        ids, mask, logprobs, experts = bytearray(), bytearray(), bytearray(), bytearray()
         async for message in self._stream(self._stub.FetchSequences, request):
             if whole is None:
                 whole = message.part
             ids += message.part.token_ids
+            experts += message.part.routed_experts.ids
             mask += message.part.loss_mask
             logprobs += message.part.rollout_logprobs
             if message.last_part:
                 whole.token_ids, whole.loss_mask = bytes(ids), bytes(mask)
                 whole.rollout_logprobs = bytes(logprobs)
+                if whole.HasField("routed_experts"):
+                    whole.routed_experts.ids = bytes(experts)
                 yield whole
                 whole = None
-                ids, mask, logprobs = bytearray(), bytearray(), bytearray()
+                ids, mask, logprobs, experts = bytearray(), bytearray(), bytearray(), bytearray()
         if whole is not None:
             raise CorruptStoreError(
                 f"FetchSequences ended inside a sequence of attempt {whole.attempt_id}; ask again"

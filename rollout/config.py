@@ -197,7 +197,9 @@ class RolloutConfig(BaseModel):
     drain_timeout_s: float = Field(10.0, ge=0)
     """On SIGTERM, calls in flight may take this long."""
     fetch_chunk_tokens: int = Field(262144, gt=0)
-    """Tokens in one message of FetchSequences (9 bytes each)."""
+    """Most tokens in one message of FetchSequences (9 bytes each, and their experts)."""
+    fetch_chunk_bytes: int = Field(3 * 2**20, gt=0, le=12 * 2**20)
+    """Most bytes of them, spans left out; our channels carry messages of 16 MiB, others of 4."""
     keep_consumed_tokens: bool = True
     """Keeps token files that no checkpoint needs any more, so that the run can be replayed."""
     caps: CapsConfig = CapsConfig()

@@ -48,6 +48,7 @@ from rollout.errors import (
     UnavailableError,
 )
 from rollout.evaluations import Evaluations
+from rollout.experts import read_layout
 from rollout.group_filter import CauseKind, cause_kind
 from rollout.kv_keys import KvKeys
 from rollout.leases import Leases
@@ -87,7 +88,8 @@ class RolloutManager:
         self.attempts = AttemptTable(ledger, rules, make_key)
         self.batches = BatchTable(ledger, self.attempts)
         self.evaluations = Evaluations(ledger, self.attempts)
-        self.sessions = Sessions(config, self.attempts, self.evaluations, tokens)
+        layout = read_layout(config.engines.model_path) if config.engines.routed_experts else None
+        self.sessions = Sessions(config, self.attempts, self.evaluations, tokens, layout)
         self.admission = TurnAdmission(
             config.scheduler, KvKeys(config.engines.kv_policy), monotonic
         )
@@ -231,8 +233,12 @@ class RolloutManager:
             timeout_s,
         )
 
-    def append_turn(self, ticket_id: str, epoch: int, turn: tpb.TurnRecord) -> None:
+    def append_turn(
+        self, ticket_id: str, epoch: int, turn: tpb.TurnRecord, experts: bytes = b""
+    ) -> None:
         """Makes a turn durable: the record on disk, then its row; then the ticket goes back.
+
+        Args: experts are those at turn.num_routed_tokens tokens.
 
         Raises:
             FencedError: the epoch is old, or an evaluation's turn came from another version.
@@ -247,7 +253,7 @@ class RolloutManager:
                 f"attempt {attempt.attempt_id} of evaluation {attempt.evaluation} was {violation}: "
                 "this try is void"
             )
-        total_length = self.sessions.append(attempt, turn)
+        total_length = self.sessions.append(attempt, turn, experts)
         if total_length is None:
             self.admission.release(ticket_id)
         else:

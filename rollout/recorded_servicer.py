@@ -59,7 +59,7 @@ class RecordedServicer(pb_grpc.RolloutManagerServicer):
         try:
             for attempt_id in request.attempt_ids:
                 for sequence in self._recorded.sequences(attempt_id):
-                    for part in split_sequence(sequence, self._config.rollout.fetch_chunk_tokens):
+                    for part in split_sequence(sequence, self._config.rollout):
                         yield part
         except RolloutError as error:
             await context.abort(status_code(error), str(error))

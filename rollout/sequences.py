@@ -18,7 +18,7 @@ Prompt ids are 0. An id shared by branches is trained in the first of them only.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from proto import trajectory_pb2 as tpb
 from rollout.errors import BadRequestError, CorruptStoreError
+from rollout.experts import chain_experts
 
 _IDS = np.dtype("<i4")
 _LOGPROBS = np.dtype("<f4")
@@ -139,11 +140,13 @@ def check_turn(turn: tpb.TurnRecord, parent_length: int) -> TurnSummary:
 
 def build_sequences(
     turns: Sequence[tpb.TurnRecord],
+    experts_of: Callable[[tpb.TurnRecord], bytes] | None = None,
 ) -> tuple[list[tpb.TokenSequence], SequenceTotals]:
     """The branches of one attempt, the main line first, and its totals.
 
     Args:
         turns: every turn of one try, in the order of turn_index from 0.
+        experts_of: reads the experts recorded with a turn; None: sequences are made without.
 
     Returns:
         Sequences without group, task, reward and cause, which the ledger knows. Branches
@@ -167,6 +170,9 @@ def build_sequences(
         sequence = _sequence(turns, chains[tip], kept, taken)
         if not sequences or any(sequence.loss_mask):
             sequence.branch_index = len(sequences)
+            routed = experts_of and chain_experts(turns, tip, len(chains[tip].ids), experts_of)
+            if routed:
+                sequence.routed_experts.CopyFrom(routed)
             sequences.append(sequence)
     return sequences, _totals(turns, sequences)
 

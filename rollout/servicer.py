@@ -17,7 +17,15 @@ from proto import rollout_pb2_grpc as pb_grpc
 from proto import trajectory_pb2 as tpb
 from rollout.attempt_summaries import summaries
 from rollout.attempt_table import Attempt
-from rollout.errors import CAP_METADATA_KEY, CapExceededError, RolloutError, status_code
+from rollout.config import RolloutConfig
+from rollout.errors import (
+    CAP_METADATA_KEY,
+    BadRequestError,
+    CapExceededError,
+    RolloutError,
+    status_code,
+)
+from rollout.experts import bytes_per_token
 from rollout.manager import RolloutManager
 from rollout.status import manager_status
 
@@ -157,6 +165,7 @@ class RolloutServicer(pb_grpc.RolloutManagerServicer):
                 caps=self._manager.sessions.caps(),
                 evaluation=attempt.evaluation,
                 task_id=attempt.task_id,
+                expert_layout=self._manager.sessions.expert_layout,
             )
         )
         for turn in turns:
@@ -180,6 +189,29 @@ class RolloutServicer(pb_grpc.RolloutManagerServicer):
         self, request: pb.AppendTurnRequest, context: _Context
     ) -> pb.AppendTurnReply:
         self._manager.append_turn(request.ticket_id, request.epoch, request.turn)
+        return pb.AppendTurnReply()
+
+    @_unary
+    async def AppendRoutedTurn(
+        self, requests: AsyncIterator[pb.AppendRoutedTurnRequest], context: _Context
+    ) -> pb.AppendTurnReply:
+        first: pb.AppendTurnRequest | None = None
+        experts = bytearray()
+        most = 0
+        async for request in requests:
+            if first is None and request.WhichOneof("item") == "turn":
+                first = request.turn
+                most = self._manager.sessions.most_expert_bytes(first.turn)
+            elif first is None or len(experts) + len(request.expert_ids) > most:
+                raise BadRequestError(
+                    f"AppendRoutedTurn wants a turn, then at most {most} B of experts; got "
+                    f"{request.WhichOneof('item')} after {len(experts)} B of them"
+                )
+            else:
+                experts += request.expert_ids
+        if first is None:
+            raise BadRequestError("AppendRoutedTurn wants a turn; the stream was empty")
+        self._manager.append_turn(first.ticket_id, first.epoch, first.turn, bytes(experts))
         return pb.AppendTurnReply()
 
     @_unary
@@ -260,7 +292,7 @@ class RolloutServicer(pb_grpc.RolloutManagerServicer):
     ) -> AsyncIterator[pb.FetchSequencesReply]:
         for attempt_id in request.attempt_ids:
             for sequence in self._manager.sessions.training_sequences(attempt_id):
-                for part in split_sequence(sequence, self._manager.config.fetch_chunk_tokens):
+                for part in split_sequence(sequence, self._manager.config):
                     yield part
 
     @_unary
@@ -313,12 +345,15 @@ class RolloutServicer(pb_grpc.RolloutManagerServicer):
 
 
 def split_sequence(
-    sequence: tpb.TokenSequence, chunk_tokens: int
+    sequence: tpb.TokenSequence, config: RolloutConfig
 ) -> Iterator[pb.FetchSequencesReply]:
-    """Messages of at most `chunk_tokens` tokens; the scalars and spans ride in the first."""
+    """Messages within fetch_chunk_tokens and fetch_chunk_bytes; scalars and spans ride in the first."""
     total = len(sequence.token_ids) // 4
-    for start in range(0, max(total, 1), chunk_tokens):
-        end = start + chunk_tokens
+    routed = sequence.routed_experts
+    width = bytes_per_token(routed.layout)
+    chunk = max(1, min(config.fetch_chunk_tokens, config.fetch_chunk_bytes // (9 + width)))
+    for start in range(0, max(total, 1), chunk):
+        end = start + chunk
         part = tpb.TokenSequence(attempt_id=sequence.attempt_id)
         if start == 0:
             part.CopyFrom(sequence)
@@ -326,4 +361,6 @@ def split_sequence(
         part.token_ids = sequence.token_ids[4 * start : 4 * end]
         part.loss_mask = sequence.loss_mask[start:end]
         part.rollout_logprobs = sequence.rollout_logprobs[4 * start : 4 * end]
+        if width:
+            part.routed_experts.ids = routed.ids[width * start : width * end]
         yield pb.FetchSequencesReply(part=part, last_part=end >= total)

@@ -15,6 +15,7 @@ from rollout.attempt_table import Attempt, AttemptTable
 from rollout.config import RolloutConfig
 from rollout.errors import BadRequestError, CapExceededError, ConflictError, NotFoundError
 from rollout.evaluations import Evaluations
+from rollout.experts import bytes_per_token, check_experts
 from rollout.sequences import SequenceTotals, build_sequences, check_turn
 from rollout.token_store import TokenStore
 from rollout.turn_times import WindowLog, turn_times
@@ -29,7 +30,10 @@ class Sessions:
         attempts: AttemptTable,
         evaluations: Evaluations,
         tokens: TokenStore,
+        expert_layout: tpb.ExpertLayout | None = None,
     ) -> None:
+        """Args: expert_layout is what turns are recorded with; None: without experts."""
+        self.expert_layout = expert_layout
         self._config = config
         self._attempts = attempts
         self._evaluations = evaluations
@@ -85,8 +89,23 @@ class Sessions:
         others = {s.weight_version for s in turn.version_spans} - {pinned}
         return f"sampled at weight_version {sorted(others)}, pinned to {pinned}" if others else ""
 
-    def append(self, attempt: Attempt, turn: tpb.TurnRecord) -> int | None:
-        """Makes a turn durable; returns the ids of its whole chain, None for a repeated turn.
+    def most_expert_bytes(self, turn: tpb.TurnRecord) -> int:
+        """Bytes of experts that may come with a turn.
+
+        Raises BadRequestError where they are not recorded, or laid out otherwise.
+        """
+        if self.expert_layout is None or turn.expert_layout != self.expert_layout:
+            raise BadRequestError(
+                f"turn {turn.turn_index} of attempt {turn.attempt_id} comes with experts laid out as "
+                f"{turn.expert_layout}; this run records {self.expert_layout or 'none'}"
+            )
+        tokens = min(turn.num_routed_tokens, self._config.caps.max_total_tokens)
+        return tokens * bytes_per_token(self.expert_layout)
+
+    def append(self, attempt: Attempt, turn: tpb.TurnRecord, experts: bytes = b"") -> int | None:
+        """Makes a turn durable, with the experts at its tokens where they are recorded.
+
+        Returns the ids of its whole chain, None for a repeated turn.
 
         Raises:
             ConflictError: another turn stands at this index.
@@ -108,7 +127,8 @@ class Sessions:
                 "session again"
             )
         summary = check_turn(turn, self._parent_length(attempt, turn))
-        location = self._tokens.append(attempt.attempt_id, payload)
+        check_experts(turn, summary.total_length, experts)
+        location = self._tokens.append(attempt.attempt_id, payload, before=experts)
         self._attempts.add_turn(attempt, turn.turn_index, digest, summary, location)
         return summary.total_length
 
@@ -120,7 +140,13 @@ class Sessions:
     def training_sequences(self, attempt_id: str) -> list[tpb.TokenSequence]:
         """The branches of a finished attempt. Raises NotFoundError for any other."""
         attempt = self._finished(attempt_id)
-        branches, _ = build_sequences(list(self.turns(attempt)))
+        locations = self._attempts.turn_locations(attempt_id, attempt.epoch)
+
+        def experts_of(turn: tpb.TurnRecord) -> bytes:
+            size = turn.num_routed_tokens * bytes_per_token(turn.expert_layout)
+            return self._tokens.read_before(locations[turn.turn_index], size)
+
+        branches, _ = build_sequences(list(self.turns(attempt)), experts_of)
         for branch in branches:
             branch.group_id, branch.task_id = attempt.group_id, attempt.task_id
             branch.cause = tpb.Cause.ValueType(attempt.cause)

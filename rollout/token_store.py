@@ -1,7 +1,8 @@
 """Token arrays on disk: one append-only file an attempt, named by the ledger's rows.
 
 Owner: rollout.manager (its only writer). A record is u32 length, u32 crc32 of the payload,
-then the payload (a serialised TurnRecord); little-endian.
+then the payload (a serialised TurnRecord); little-endian. The experts of a turn, where they are
+recorded, are a record of their own right before the turn's: whoever reads turns does not read them.
 
 Invariants: a record is written whole before the ledger row that names it, and is never
 changed after. The rows are the authority: records that no row names (a crash came between
@@ -41,11 +42,15 @@ class TokenStore:
         self._ends: dict[str, int] = {}  # attempt files this process has appended to
         folder.mkdir(parents=True, exist_ok=True)
 
-    def append(self, attempt_id: str, payload: bytes) -> TokenLocation:
-        """Appends one record to the attempt's file. Raises OSError when the disk refuses."""
+    def append(self, attempt_id: str, payload: bytes, before: bytes = b"") -> TokenLocation:
+        """Appends a record to the attempt's file, and one of `before` in front of it, if not empty.
+
+        Raises OSError when the disk refuses.
+        """
         name = f"{attempt_id}.turns"
         path = self._folder / name
-        record = _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
+        leading = _record(before) if before else b""
+        record = leading + _record(payload)
         created = not path.exists()
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -61,7 +66,7 @@ class TokenStore:
         if self._fsync and created:
             self._sync_folder()
         self._ends[name] = end + len(record)
-        return TokenLocation(file=name, offset=end, size=len(payload))
+        return TokenLocation(file=name, offset=end + len(leading), size=len(payload))
 
     def read(self, location: TokenLocation) -> bytes:
         """The payload at `location`. Raises CorruptStoreError if it is not what was written."""
@@ -85,6 +90,15 @@ class TokenStore:
             raise CorruptStoreError(f"token file {path} is corrupt at {location}: wrong checksum")
         return payload
 
+    def read_before(self, location: TokenLocation, size: int) -> bytes:
+        """The payload, of `size` bytes, of the record right before `location`, as `read` does."""
+        offset = location.offset - _HEAD.size - size
+        if offset < 0:
+            raise CorruptStoreError(
+                f"token file {self._folder / location.file} has no {size} B before {location}"
+            )
+        return self.read(TokenLocation(location.file, offset, size))
+
     def close_attempt(self, attempt_id: str) -> None:
         """Forgets the attempt's append position; a later append looks it up again."""
         self._ends.pop(f"{attempt_id}.turns", None)
@@ -107,6 +121,10 @@ class TokenStore:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _record(payload: bytes) -> bytes:
+    return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
 
 
 def _valid_end(descriptor: int) -> int:

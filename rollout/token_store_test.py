@@ -58,3 +58,18 @@ def test_corruption_is_an_error(tmp_path: Path) -> None:
         store.read(at)
     with pytest.raises(CorruptStoreError):
         store.read(TokenLocation(at.file, at.offset, at.size + 1))
+
+
+def test_what_stands_before_a_record_is_read_back(tmp_path: Path) -> None:
+    store = TokenStore(tmp_path / "tokens", fsync=False)
+    store.append("a", b"first")
+    at = store.append("a", b"turn", before=b"experts")
+    plain = store.append("a", b"turn")
+    assert (store.read(at), store.read_before(at, 7)) == (b"turn", b"experts")
+    assert store.read_before(plain, 4) == b"turn"
+    for location, size in ((at, 6), (at, 8), (plain, 7), (at, 10_000)):
+        with pytest.raises(CorruptStoreError):
+            store.read_before(location, size)
+    again = TokenStore(tmp_path / "tokens", fsync=False)
+    assert again.read(again.append("a", b"last")) == b"last"
+    assert again.read_before(at, 7) == b"experts"

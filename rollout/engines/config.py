@@ -51,6 +51,10 @@ class EngineConfig(BaseModel):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights, activations and KV cache."""
 
+    routed_experts: bool = False
+    """Engines tell the experts that they routed each token to, and turns are kept with them, for
+    `trainer.rl.routing_replay`: layers x top-k bytes a token (two each above 256 experts)."""
+
     extra_flags: tuple[str, ...] = ()
     """Further SGLang flags, as `--name=value`."""
 

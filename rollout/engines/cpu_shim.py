@@ -100,6 +100,12 @@ def plugin() -> None:
         _with_tied_head,
         HookType.AROUND,
     )
+    # Routed experts are kept in host memory that is registered with an accelerator.
+    HookRegistry.register(
+        "sglang.srt.mem_cache.pool_host.common.alloc_with_host_register",
+        _plain_host_memory,
+        HookType.REPLACE,
+    )
     # A payload that cannot be read must fail the call, not the scheduler.
     HookRegistry.register(
         "sglang.srt.managers.scheduler_components.weight_updater."
@@ -117,6 +123,15 @@ def _load_figures_path(ipc_name: str) -> str:
 def _shared_memory_name(kind: str) -> str:
     folder = os.path.basename(tempfile.gettempdir())
     return f"sgl_shm_{folder}-{kind}-{secrets.token_hex(4)}"
+
+
+def _plain_host_memory(
+    dims: Any, dtype: Any, device: str, pin_memory: bool, allocator: Any, *_: Any
+) -> Any:
+    import torch
+
+    del device, pin_memory, allocator
+    return torch.empty(dims, dtype=dtype)
 
 
 def _with_tied_head(

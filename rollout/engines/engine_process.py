@@ -53,6 +53,7 @@ def engine_command(config: EngineConfig, port: int) -> list[str]:
         "--skip-tokenizer-init",  # ids in, ids out: text is the gateway's
         "--enable-metrics",
         "--log-level-http=warning",
+        *(["--enable-return-routed-experts"] if config.routed_experts else []),
         *config.extra_flags,
     ]
 

@@ -9,11 +9,14 @@ distribution. JSON has no -inf, and e^-1e9 is exactly 0 in float32.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import aiohttp
+
+from rollout.gateway.routing import Routing, read_experts
 
 BANNED_BIAS = -1e9
 
@@ -45,6 +48,8 @@ class Generation:
     finish: str
     cached_tokens: int
     engine_queued_s: float
+    # RoutedExperts.ids at the tokens from Routing.start to the last but one.
+    experts: bytes = b""
 
     def then(self, later: Generation) -> Generation:
         """This partial continued by `later`, whose prompt ended with our ids."""
@@ -62,6 +67,7 @@ class Generation:
             finish=later.finish,
             cached_tokens=self.cached_tokens,
             engine_queued_s=self.engine_queued_s + later.engine_queued_s,
+            experts=self.experts + later.experts,
         )
 
 
@@ -108,8 +114,11 @@ class EngineClient:
         extra_key: str,
         timeout_s: float,
         ignore_stops: bool = False,
+        routing: Routing | None = None,
     ) -> Generation:
         """Samples up to `max_new_tokens` ids after `prompt_ids`; exactly so many if `ignore_stops`.
+
+        With `routing` the engine tells the experts that it chose.
 
         Raises EngineLostError (another engine may do), EngineRefusedError, TimeoutError.
         """
@@ -133,6 +142,9 @@ class EngineClient:
         }
         if extra_key:
             body["extra_key"] = extra_key
+        if routing is not None:
+            body["return_routed_experts"] = True
+            body["routed_experts_start_len"] = routing.start
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_s)
         try:
             async with self._session.post(
@@ -147,7 +159,17 @@ class EngineClient:
             raise EngineLostError(f"{url} took no connection in {self._connect_s} s") from error
         except (aiohttp.ClientError, ValueError) as error:
             raise EngineLostError(f"{url}: {type(error).__name__}: {error}") from error
-        return parse_generation(answer, url)
+        generation = parse_generation(answer, url)
+        if routing is None:
+            return generation
+        encoded = answer["meta_info"].get("routed_experts")
+        if encoded is None and generation.finish == "abort":
+            return generation  # aborted before it ran: whoever goes on asks for these too
+        try:
+            experts = read_experts(encoded, routing, len(prompt_ids) + len(generation.ids))
+        except ValueError as error:
+            raise EngineLostError(f"{url} answered with {error}") from error
+        return dataclasses.replace(generation, experts=experts)
 
     async def abort(self, url: str, rid: str) -> None:
         """Tells the engine to give a call up. Best effort: a dead engine has given up."""

@@ -10,9 +10,11 @@ of turns (rollout.sequences) and the same idempotency; it has no scheduler and n
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -30,10 +32,17 @@ Hook = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse | No
 
 
 def generation(
-    ids: list[int], finish: str = "stop", versions: list[tuple[int, int, int]] | None = None
+    ids: list[int],
+    finish: str = "stop",
+    versions: list[tuple[int, int, int]] | None = None,
+    experts: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """An answer of /generate: log-prob of the i-th id is -(i + 1) / 8."""
     spans = versions if versions is not None else [(1, 0, len(ids))]
+    routed = {}
+    if experts is not None:
+        packed = struct.pack(f"<{len(experts)}i", *experts)
+        routed = {"routed_experts": base64.b64encode(packed).decode()}
     return {
         "text": "never read",
         "output_ids": ids,
@@ -42,6 +51,7 @@ def generation(
             "output_token_logprobs": [[-(i + 1) / 8, token, None] for i, token in enumerate(ids)],
             "cached_tokens": 0,
             "queue_time": 0.0,
+            **routed,
             "weight_version": str(spans[-1][0]) if spans else "1",
             "weight_versions": [
                 {"version": str(v), "start": s, "end": e} for v, s, e in spans if e > s
@@ -131,7 +141,9 @@ class FakeAttempt:
             temperature=1.0, banned_token_ids=[0, 1], stop_token_ids=[2]
         )
     )
+    expert_layout: tpb.ExpertLayout | None = None
     turns: list[tpb.TurnRecord] = field(default_factory=list)
+    experts: dict[int, bytes] = field(default_factory=dict)  # by turn
     lengths: list[int] = field(default_factory=list)
 
 
@@ -184,6 +196,7 @@ class FakeManager(pb_grpc.RolloutManagerServicer):
                 epoch=attempt.epoch,
                 sampling=attempt.sampling,
                 caps=attempt.caps,
+                expert_layout=attempt.expert_layout,
             )
         )
         for turn in attempt.turns:
@@ -235,6 +248,16 @@ class FakeManager(pb_grpc.RolloutManagerServicer):
         if self.append_codes:
             await context.abort(self.append_codes.pop(0), "planned, after storing")
         return pb.AppendTurnReply()
+
+    async def AppendRoutedTurn(
+        self, requests: AsyncIterator[pb.AppendRoutedTurnRequest], context: Any
+    ) -> pb.AppendTurnReply:
+        parts = [request async for request in requests]
+        turn = parts[0].turn.turn
+        experts = b"".join(part.expert_ids for part in parts[1:])
+        attempt = await self._held(turn.attempt_id, parts[0].turn.epoch, context)
+        attempt.experts[turn.turn_index] = experts
+        return await self.AppendTurn(parts[0].turn, context)
 
     async def ReleaseTicket(
         self, request: pb.ReleaseTicketRequest, context: Any

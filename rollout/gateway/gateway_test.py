@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from aiohttp import web
 
 from proto import trajectory_pb2 as tpb
 from rollout.gateway.chat_template import ChatTemplate
@@ -540,3 +541,96 @@ async def test_a_body_above_the_limit(tiny: ChatTemplate) -> None:
     async with open_world(tiny, max_request_bytes=1000) as world:
         status, body = await world.ask(world.manager.add_attempt(), [user("a" * 5000)])
         assert (status, code(body)) == (413, "request_too_large")
+
+
+ROUTED = tpb.ExpertLayout(num_layers=2, top_k=1, num_experts=50)
+
+
+def rows(first: int, last: int) -> list[int]:
+    """Experts at positions [first, last): layer 0 of position p chooses p, layer 1 p + 1."""
+    return [expert for p in range(first, last) for expert in (p % 50, (p + 1) % 50)]
+
+
+async def test_turns_are_recorded_with_the_experts_of_each_token(world: World) -> None:
+    key = world.manager.add_attempt(expert_layout=ROUTED)
+    messages = [user("a")]
+    num_prompts = []
+
+    def sampling(count: int) -> Any:
+        async def plan(_: Any, body: dict[str, Any]) -> Any:
+            start, total = body["routed_experts_start_len"], len(body["input_ids"]) + count
+            assert body["return_routed_experts"] is True
+            num_prompts.append((start, len(body["input_ids"])))
+            ids = [70] * (count - 1) + [2]
+            return web.json_response(generation(ids, experts=rows(start, total - 1)))
+
+        return plan
+
+    world.engines[0].plans = [sampling(3), sampling(4)]
+    await world.say(key, messages)
+    messages.append(user("b"))
+    await world.say(key, messages)
+    attempt = world.manager.attempts[key]
+    first = num_prompts[0][1] + 3
+    # The last id of a turn is read when the next one is sampled.
+    assert [start for start, _ in num_prompts] == [0, first - 1]
+    (sequence,), _ = build_sequences(attempt.turns, lambda t: attempt.experts[t.turn_index])
+    total = len(sequence.token_ids) // 4
+    assert total == num_prompts[1][1] + 4
+    assert list(sequence.routed_experts.ids) == rows(0, total - 1)
+
+
+async def test_an_aborted_turn_goes_on_with_the_experts_that_are_missing(world: World) -> None:
+    key = world.manager.add_attempt(expert_layout=ROUTED)
+    starts = []
+
+    def part(ids: list[int], finish: str, gives: bool) -> Any:
+        async def plan(_: Any, body: dict[str, Any]) -> Any:
+            start, total = body["routed_experts_start_len"], len(body["input_ids"]) + len(ids)
+            starts.append((start, len(body["input_ids"])))
+            experts = rows(start, total - 1) if gives else None
+            return web.json_response(generation(ids, finish, experts=experts))
+
+        return plan
+
+    world.engines[0].plans = [
+        part([70, 71], "abort", gives=True),
+        part([72], "abort", gives=False),
+        part([73, 2], "stop", gives=True),
+    ]
+    await world.say(key, [user("a")])
+    prompt = starts[0][1]
+    assert starts == [(0, prompt), (prompt + 1, prompt + 2), (prompt + 1, prompt + 3)]
+    attempt = world.manager.attempts[key]
+    assert ids_of(attempt.turns[0].sampled_ids) == [70, 71, 72, 73, 2]
+    assert list(attempt.experts[0]) == rows(0, prompt + 4)
+    assert attempt.turns[0].num_routed_tokens == prompt + 4
+
+
+@pytest.mark.parametrize("bad", ["missing", "short", "unknown", "noise"])
+async def test_an_engine_whose_experts_do_not_fit_is_given_up(world: World, bad: str) -> None:
+    key = world.manager.add_attempt(expert_layout=ROUTED)
+
+    async def plan(_: Any, body: dict[str, Any]) -> Any:
+        experts = rows(0, len(body["input_ids"]) + 1)
+        answer = generation([70, 2], experts=experts)
+        meta = answer["meta_info"]
+        if bad == "missing":
+            del meta["routed_experts"]
+        elif bad == "short":
+            answer = generation([70, 2], experts=experts[:-1])
+        elif bad == "unknown":
+            answer = generation([70, 2], experts=[*experts[:-1], 50])
+        else:
+            meta["routed_experts"] = "%%"
+        return web.json_response(answer)
+
+    async def sound(_: Any, body: dict[str, Any]) -> Any:
+        experts = rows(0, len(body["input_ids"]) + 1)
+        return web.json_response(generation([71, 2], experts=experts))
+
+    world.engines[0].plans, world.engines[1].plans = [plan], [sound]
+    await world.say(key, [user("a")])
+    (turn,) = world.manager.attempts[key].turns
+    assert ids_of(turn.sampled_ids) == [71, 2]
+    assert len(world.manager.failed_tickets) == 1

@@ -35,6 +35,8 @@ class Session:
     sampling: tpb.SamplingParams
     caps: tpb.TokenCaps
     history: History
+    # Set where turns are recorded with the experts that engines chose.
+    expert_layout: tpb.ExpertLayout | None = None
     # The newest turn, while nobody knows that its answer reached the client.
     undelivered: int | None = None
     dropped: bool = False
@@ -114,6 +116,7 @@ class SessionCache:
             sampling=sampling,
             caps=header.caps,
             history=history,
+            expert_layout=header.expert_layout if header.HasField("expert_layout") else None,
             undelivered=len(history.turns) - 1 if history.turns else None,
         )
         self._sessions[key] = session

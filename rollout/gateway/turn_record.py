@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from proto import trajectory_pb2 as tpb
+from rollout.experts import bytes_per_token
 from rollout.gateway.engine_client import Generation
 from rollout.gateway.history import History, Message, Plan
 
@@ -44,8 +45,12 @@ def to_record(
     kv_version_lower_bound: int,
     engine: str,
     timing: Timing,
+    expert_layout: tpb.ExpertLayout | None = None,
 ) -> tpb.TurnRecord:
-    """The durable form of a turn. `history_length` is the parent chain's whole length."""
+    """The durable form of a turn. `history_length` is the parent chain's whole length.
+
+    Args: expert_layout is that of generation.experts, which travel beside the record.
+    """
     record = tpb.TurnRecord(
         attempt_id=attempt_id,
         turn_index=turn_index,
@@ -67,6 +72,9 @@ def to_record(
         assistant_message_json=_json(answer._asdict()),
         cached_tokens=generation.cached_tokens,
     )
+    if expert_layout is not None and generation.experts:
+        record.expert_layout.CopyFrom(expert_layout)
+        record.num_routed_tokens = len(generation.experts) // bytes_per_token(expert_layout)
     record.timings.received_at.FromNanoseconds(int(timing.received_at_s * 1e9))
     record.timings.queued.FromNanoseconds(int(timing.queued_s * 1e9))
     record.timings.generating.FromNanoseconds(int(timing.generating_s * 1e9))

@@ -43,6 +43,7 @@ from rollout.gateway.engine_client import (
 )
 from rollout.gateway.history import ROOT, Message, Plan, PlanKind
 from rollout.gateway.refusal import Reason, Refusal, token_cap, turn_cap
+from rollout.gateway.routing import Routing, TurnRouting
 from rollout.gateway.session import Session, SessionCache
 from rollout.gateway.tickets import Tickets
 from rollout.gateway.turn_record import Timing, to_record, unpack_ids
@@ -133,13 +134,15 @@ class TurnRunner:
         delta = self._render(session, plan)
         prompt = session.history.ids(plan.parent) + delta
         room = self._room(session, len(prompt), max_tokens)
-        sampled = await self._sample(session, prompt, room, deadline_s)
+        history_length = len(prompt) - len(delta)
+        routing = TurnRouting(session.expert_layout, history_length)
+        sampled = await self._sample(session, prompt, routing, room, deadline_s)
         answer = Message("assistant", self._text(session, sampled.generation.ids))
         record = to_record(
             attempt_id=session.attempt_id,
             turn_index=len(session.history.turns),
             plan=plan,
-            history_length=len(prompt) - len(delta),
+            history_length=history_length,
             prompt_ids=delta,
             generation=sampled.generation,
             answer=answer,
@@ -152,8 +155,17 @@ class TurnRunner:
                 sampled.generating_s,
                 sampled.generation.engine_queued_s,
             ),
+            expert_layout=session.expert_layout,
         )
-        await self._commit(session, plan, record, answer, sampled.ticket_id, deadline_s)
+        await self._commit(
+            session,
+            plan,
+            record,
+            sampled.generation.experts,
+            answer,
+            sampled.ticket_id,
+            deadline_s,
+        )
         if plan.kind is PlanKind.BRANCH:
             self._counters.num_branches += 1
         self._counters.observe_turn(sampled.queued_s, sampled.generating_s)
@@ -213,7 +225,12 @@ class TurnRunner:
         return self._chat.decode(ids)
 
     async def _sample(
-        self, session: Session, prompt: list[int], room: int, deadline_s: float
+        self,
+        session: Session,
+        prompt: list[int],
+        routing: TurnRouting,
+        room: int,
+        deadline_s: float,
     ) -> _Sampled:
         """One or more engine calls. The ticket of the last is still open on return."""
         sampled = _Sampled()
@@ -221,7 +238,11 @@ class TurnRunner:
         for _ in range(self._config.max_engine_retries + 1):
             so_far = sampled.generation.ids
             if len(so_far) >= room:
-                sampled.generation = dataclasses.replace(sampled.generation, finish="length")
+                cut = dataclasses.replace(sampled.generation, finish="length")
+                if not routing.is_whole(cut.experts, len(prompt) + len(so_far)):
+                    _LOG.warning("attempt %s: a turn is kept without experts", session.attempt_id)
+                    cut = dataclasses.replace(cut, experts=b"")
+                sampled.generation = cut
                 return sampled
             ticket_id = sampled.ticket_id = self._new_id()
             whole = prompt + so_far
@@ -233,7 +254,13 @@ class TurnRunner:
             began_s = self._clock()
             try:
                 part = await self._generate(
-                    session, grant, ticket_id, whole, room - len(so_far), deadline_s
+                    session,
+                    grant,
+                    ticket_id,
+                    whole,
+                    room - len(so_far),
+                    deadline_s,
+                    routing.next_call(sampled.generation.experts),
                 )
             except EngineLostError as error:
                 failure = f"engine {grant.engine}: {error}"
@@ -266,6 +293,7 @@ class TurnRunner:
         prompt: list[int],
         max_new_tokens: int,
         deadline_s: float,
+        routing: Routing | None,
     ) -> Generation:
         """One engine call; whatever ends it but an answer gives the engine's work up."""
         try:
@@ -279,6 +307,7 @@ class TurnRunner:
                 banned_token_ids=session.sampling.banned_token_ids,
                 extra_key=grant.extra_key,
                 timeout_s=max(0.001, deadline_s - self._clock()),
+                routing=routing,
             )
         except EngineRefusedError as error:
             await self._tickets.release(ticket_id, engine_failed=False, detail=str(error))
@@ -301,6 +330,7 @@ class TurnRunner:
         session: Session,
         plan: Plan,
         record: tpb.TurnRecord,
+        experts: bytes,
         answer: Message,
         ticket_id: str,
         deadline_s: float,
@@ -308,7 +338,7 @@ class TurnRunner:
         """Makes the turn durable and known here, even if the client leaves meanwhile."""
 
         async def commit() -> None:
-            await self._append(session, record, ticket_id, deadline_s)
+            await self._append(session, record, experts, ticket_id, deadline_s)
             turn = session.history.add(
                 plan.parent,
                 plan.new_messages,
@@ -332,12 +362,17 @@ class TurnRunner:
             raise
 
     async def _append(
-        self, session: Session, record: tpb.TurnRecord, ticket_id: str, deadline_s: float
+        self,
+        session: Session,
+        record: tpb.TurnRecord,
+        experts: bytes,
+        ticket_id: str,
+        deadline_s: float,
     ) -> None:
         request = pb.AppendTurnRequest(ticket_id=ticket_id, epoch=session.epoch, turn=record)
         while True:
             try:
-                await self._rollout.append_turn(request)
+                await self._rollout.append_turn(request, experts)
                 return
             except (UnavailableError, DeadlineError) as error:
                 if self._clock() >= deadline_s:
