@@ -166,23 +166,29 @@ async def open_rig(
     bucket_bytes: int = 128 * 1024,
     tensor_parallel: int = 1,
     loader: str = "weightsync.sglang_loader.load",
+    **engine: Any,
 ) -> AsyncIterator[Rig]:
     """One engine, started, and a publisher for each transport.
 
-    `bucket_bytes` is small, so that an update of the tiny model takes many and wraps round the ring.
+    `bucket_bytes` is small, so that an update of the tiny model takes many and wraps round the ring;
+    `engine` are further settings of EngineConfig.
     """
     folder = tmp_path / "model"
     folder.mkdir()
     write_model_folder(folder, model)
+    settings = {
+        "context_length": 1024,
+        "max_total_tokens": 4096,
+        "max_running_requests": 8,
+        "poll_interval_s": 0.2,
+        **engine,
+    }
     config = EngineConfig(
         python=Path(PYTHON["engine"]),
         model_path=folder,
-        context_length=1024,
-        max_total_tokens=4096,
-        max_running_requests=8,
-        poll_interval_s=0.2,
         tensor_parallel=tensor_parallel,
         weight_loader=loader,
+        **settings,
     )
     pool = EnginePool(config, tmp_path, tmp_path / "logs", time.monotonic)
     store = MemoryStore()
