@@ -162,6 +162,17 @@ class Recipe(_Section):
                 raise ValueError(f"{shared} is shared by several processes: set {instead} instead")
         return self
 
+    @model_validator(mode="after")
+    def _replayed_experts_are_recorded(self) -> Recipe:
+        rl, engines = self.trainer.get("rl"), self.rollout.get("engines")
+        replays = isinstance(rl, Mapping) and rl.get("routing_replay")
+        if replays and not (isinstance(engines, Mapping) and engines.get("routed_experts")):
+            raise ValueError(
+                "trainer.rl.routing_replay is on, and engines do not tell their experts: set "
+                "rollout.engines.routed_experts too"
+            )
+        return self
+
 
 def load_recipe(source: str, overrides: Sequence[str] = ()) -> tuple[str, Recipe]:
     """Reads `NAME` (below launch/recipes) or `PATH.toml` and applies `--section.field=value`.

@@ -43,6 +43,7 @@ def test_overrides_win_over_the_recipe():
         ("--rollout.group_size=3", r"rollout\.group_size is shared .* set rl\.group_size instead"),
         ("--trainer.rl.groups_per_step=3", r"is shared .* set rl\.groups_per_step instead"),
         ("--trainer.rl.max_staleness=3", r"is shared .* set rl\.max_staleness instead"),
+        ("--trainer.rl.routing_replay=true", r"set rollout\.engines\.routed_experts too"),
         ("--trainer.rl.optim.lr=inf", r"trainer\.rl\.optim\.lr: inf is no finite number"),
         ("--trainer.rl.guards.max_grad_norm=nan", r"max_grad_norm: nan is no finite number"),
         ("--rl=3", r"cannot read '--rl=3': want --section\.field=value"),

@@ -247,6 +247,7 @@ async def _measure(dtype: Dtype, quick: bool, folder: Path) -> list[dict[str, An
         folder,
         ("shm",),
         config,
+        bucket_bytes=2**20,
         dtype=dtype,
         routed_experts=True,
         max_total_tokens=16384,

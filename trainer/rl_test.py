@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from proto import rollout_pb2 as rpb
-from trainer import batch, gap
+from trainer import batch, gap, testbed
 from trainer.config import GuardsConfig, LossConfig, RlConfig, RlOptimConfig, TrainerConfig
 from trainer.device import Device
+from trainer.errors import BadRequestError
 from trainer.stage_runner import StageRequest, StageRunner
-from trainer.testbed import VOCAB, ManagerThread, record
+from trainer.testbed import VOCAB, ManagerThread, record, with_experts
 
 BANNED = (0, 1, 3)
 TEMPERATURE = 0.8
@@ -340,3 +341,30 @@ def test_gap_names_the_worst_token(
 def test_recompute_only_is_refused_for_stale_data() -> None:
     with pytest.raises(ValueError, match="wrong for stale data"):
         RlConfig(loss=LossConfig(objective="recompute_only"))
+
+
+def test_replay_trains_what_has_experts_and_counts_what_has_none(
+    tmp_path: Path, model_dir: Path, device: Device, manager: ManagerThread
+) -> None:
+    runner = make_runner(tmp_path, model_dir, device, manager, routing_replay=True)
+    choice = np.broadcast_to([0, 3], (4, 2, 2))
+    ((good, bad),) = group(runner, 1, version=1).values()
+    bare = sampled(runner, "bare", 11, 0.0, 1)
+    manager.manager.add_batch({"g": [with_experts(good, choice), with_experts(bad, choice), bare]})
+    replayed = batch.from_proto(with_experts(good, choice), VOCAB)
+    micros = batch.make_micro_batches([replayed], 100, VOCAB, torch.device("cpu"))
+    gap_nats = (runner.learner.logprobs(micros)[0] - micros[0].rollout).abs()
+    run_rl(runner, 1)
+    (record_,) = runner.metrics.since("rl", 1)
+    assert record_.scalars["num_trajectories_rejected_no_routed_experts"] == 1
+    assert record_.scalars["num_trajectories"] == 2
+    # Recorded log-probs are those of the router's own choice, so replaying another one shows.
+    assert record_.scalars["gap_total_max_nats"] >= float(gap_nats.max()) - 1e-5 > 1e-3
+
+
+def test_replay_of_a_model_without_experts_is_refused(
+    tmp_path: Path, device: Device, manager: ManagerThread
+) -> None:
+    dense = testbed.write_model(tmp_path / "dense", **testbed.FAMILIES["qwen3"])
+    with pytest.raises(BadRequestError, match="has no experts; turn it off"):
+        make_runner(tmp_path, dense, device, manager, routing_replay=True)
