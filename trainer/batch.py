@@ -261,8 +261,14 @@ def own_share(
     """
     hands = deal([micro.tokens.numel() for micro in micros], num_ranks)
     own = [micros[i] for i in hands[rank]]
-    missing = max(map(len, hands)) - len(own)
-    return own + [_empty(multiple, device) for _ in range(missing)]
+    return as_many_as_others(own, max(map(len, hands)), multiple, device)
+
+
+def as_many_as_others(
+    own: Seq[MicroBatch], count: int, multiple: int, device: torch.device
+) -> list[MicroBatch]:
+    """This rank's micro-batches, filled up to `count` with empty ones of `multiple` tokens."""
+    return [*own, *(_empty(multiple, device) for _ in range(count - len(own)))]
 
 
 def _empty(num_tokens: int, device: torch.device) -> MicroBatch:

@@ -45,6 +45,21 @@ class ActiveTokens:
     versions: npt.NDArray[np.int64]
 
 
+def joined(parts: Sequence[ActiveTokens]) -> ActiveTokens:
+    """One batch of what ranks hold; each numbers its own trajectories from 0."""
+    firsts = np.cumsum([0, *(int(p.sequence.max(initial=-1)) + 1 for p in parts)])
+    return ActiveTokens(
+        new=np.concatenate([p.new for p in parts]),
+        old=np.concatenate([p.old for p in parts]),
+        rollout=np.concatenate([p.rollout for p in parts]),
+        advantage=np.concatenate([p.advantage for p in parts]),
+        sequence=np.concatenate(
+            [p.sequence + first for p, first in zip(parts, firsts, strict=False)]
+        ),
+        versions=np.concatenate([p.versions for p in parts]),
+    )
+
+
 def effective_sample_size(log_weights: _Floats) -> float:
     """(sum w)^2 / (n sum w^2) in 0..1, by log-sum-exp so that long products cannot overflow."""
     if log_weights.size == 0:

@@ -29,6 +29,14 @@ class CheckpointWriteError(TrainerError):
     """A checkpoint could not be written; nothing of it is left, and those before it are whole."""
 
 
+class RankFailedError(TrainerError):
+    """Another rank of the trainer could not do its part; none did."""
+
+
+class LeaderLostError(TrainerError):
+    """The trainer's first rank is gone, and with it what this one was there for."""
+
+
 class StageConflictError(TrainerError):
     """A stage was asked for while another runs, or cannot run in this state."""
 
@@ -60,6 +68,8 @@ STATUS_CODES: dict[type[TrainerError], grpc.StatusCode] = {
     GuardError: grpc.StatusCode.INTERNAL,
     CorruptCheckpointError: grpc.StatusCode.DATA_LOSS,
     CheckpointWriteError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    RankFailedError: grpc.StatusCode.INTERNAL,
+    LeaderLostError: grpc.StatusCode.INTERNAL,
     StageConflictError: grpc.StatusCode.FAILED_PRECONDITION,
     BadRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     PublishFailedError: grpc.StatusCode.UNAVAILABLE,

@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Sequence as Seq
 
 import torch
+from megatron.core import parallel_state
 
 from trainer import batch as batching
+from trainer import ranks
 from trainer.batch import Sequence
 from trainer.step import Learner
 
@@ -28,7 +30,8 @@ def measure(
     """Recomputes the log-probs of trained tokens and compares.
 
     Args:
-      sequences: sampled ones, with rollout_logprobs.
+      sequences: sampled ones, with rollout_logprobs; the same on every rank, and each scores its
+        share. The result is the first rank's.
       weight_version: only tokens of this version count; 0: all.
     """
     policy = learner.policy
@@ -38,18 +41,42 @@ def measure(
         else s
         for s in sequences
     ]
+    multiple = parallel_state.get_tensor_model_parallel_world_size()
+    device = policy.device.torch_device
     micros = batching.make_micro_batches(
-        chosen, token_budget, policy.vocab_size, policy.device.torch_device
+        chosen, token_budget, policy.vocab_size, device, multiple=multiple
     )
     if not micros:
         return Gap(0, 0.0, 0.0, {})
-    ours = torch.cat(learner.logprobs(micros)).double()
-    theirs = torch.cat([m.rollout for m in micros]).double()
+    micros = batching.own_share(
+        micros,
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+        multiple,
+        device,
+    )
+    scored = learner.logprobs(micros)
+    # Ranks of one tensor-parallel group hold the same tokens, earlier pipeline stages none.
+    holds = (
+        parallel_state.is_pipeline_last_stage()
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+    )
+    own = None
+    if holds:
+        own = (
+            torch.cat(scored).cpu(),
+            torch.cat([m.rollout for m in micros]).cpu(),
+            torch.cat([m.sequence for m in micros]).cpu(),
+        )
+    parts = [part for part in ranks.to_first(own) if part is not None]
+    if not parts:
+        return Gap(0, 0.0, 0.0, {})  # the first rank's to tell
+    ours, theirs, owners = (torch.cat(column) for column in zip(*parts, strict=True))
+    ours, theirs = ours.double(), theirs.double()
     difference = (ours - theirs).abs()
     worst = int(difference.argmax())
-    owner = int(torch.cat([m.sequence for m in micros])[worst])
+    owner = int(owners[worst])
     # Trained tokens of a sequence keep their order, so the count before it finds the position.
-    owners = torch.cat([m.sequence for m in micros])
     nth = int((owners[:worst] == owner).sum())
     position = int(chosen[owner].loss_mask.nonzero()[0][nth])
     return Gap(

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from proto import rollout_pb2, trajectory_pb2
 from trainer.advantage import group_advantages
-from trainer.batch import ExpertLayout, Sequence, broken_reason, mask_stale
+from trainer.batch import ExpertLayout, Sequence, broken_reason, deal, mask_stale
 from trainer.config import RlConfig
 from trainer.diagnostics import staleness_histogram
 
@@ -29,21 +29,31 @@ _CUT_SHORT = (
 
 
 @dataclasses.dataclass(frozen=True)
+class Share:
+    """What one rank makes of its trajectories, for the others: no tokens."""
+
+    advantages: list[float] = dataclasses.field(default_factory=list)  # of each sequence
+    trained_lengths: list[int] = dataclasses.field(default_factory=list)  # of each trajectory
+    num_trajectories: int = 0  # with a trained token
+    num_tokens: int = 0
+    num_branches: dict[str, int] = dataclasses.field(default_factory=dict)  # group_id -> trained
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    trajectories: list[bytes] = dataclasses.field(default_factory=list)  # TrainedTrajectory
+
+
+@dataclasses.dataclass(frozen=True)
 class GroupBatch:
-    """What one RL step trains."""
+    """What one RL step trains. Sequences are this rank's, the rest is the whole batch's."""
 
     sequences: list[Sequence]
     advantages: list[float]  # of each sequence
     trajectory: list[int]  # trajectory of each sequence: branches share one
+    num_trained: int  # trained tokens, the N of the token mean
+    num_trajectories: int  # with a trained token
     dropped_groups: dict[str, str]  # group_id -> reason
     scalars: dict[str, float]
     staleness: dict[int, int]
     trajectories: list[rollout_pb2.TrainedTrajectory]  # each looked at
-
-    @property
-    def num_trained(self) -> int:
-        """Trained tokens, the N of the token mean."""
-        return sum(s.num_trained for s in self.sequences)
 
     def left_out(self, group_ids: Iterable[str], reason: str) -> GroupBatch:
         """The same batch when nothing of it was trained after all."""
@@ -61,6 +71,23 @@ class GroupBatch:
         return dataclasses.replace(self, dropped_groups=dropped, trajectories=told)
 
 
+def own_members(
+    groups: Iterable[rollout_pb2.BatchGroup], rank: int, num_ranks: int
+) -> list[list[str]]:
+    """attempt_ids of each group whose tokens data-parallel rank `rank` reads and trains. Pure.
+
+    Trajectories are dealt out so that ranks get near equally many tokens.
+    """
+    groups = list(groups)
+    members = [m for group in groups for m in group.members]
+    hand = set(deal([m.num_tokens for m in members], num_ranks)[rank])
+    own, place = [], 0
+    for group in groups:
+        own.append([m.attempt_id for i, m in enumerate(group.members, place) if i in hand])
+        place += len(group.members)
+    return own
+
+
 def build(
     groups: Iterable[rollout_pb2.BatchGroup],
     sequences: Iterable[Sequence],
@@ -70,12 +97,14 @@ def build(
     aged: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]] = lambda versions: versions,
     unreadable: Mapping[str, str] | None = None,
     replayed: ExpertLayout | None = None,
+    own: Container[str] | None = None,
+    exchange: Callable[[Share], list[Share]] = lambda share: [share],
 ) -> GroupBatch:
     """Chooses what is trained.
 
     Args:
       groups: of the claimed batch, valid members only.
-      sequences: every branch of every member, in any order.
+      sequences: every branch of every member that is this rank's, in any order.
       config: advantage kind, scale of negative ones, least tokens of a trajectory.
       weight_version: the trainer's.
       max_staleness: in updates.
@@ -83,7 +112,10 @@ def build(
       unreadable: group_id -> reason, of groups of the batch that could not be fetched.
       replayed: the model's experts, where the engines' choices are replayed: a trajectory without
         them is rejected. None: choices that were recorded are left out.
+      own: attempt_ids that are this rank's; None: all.
+      exchange: gives what every data-parallel rank made of its own.
     """
+    groups = list(groups)
     by_attempt: dict[str, list[Sequence]] = collections.defaultdict(list)
     for sequence in sequences:
         by_attempt[sequence.attempt_id].append(
@@ -94,11 +126,14 @@ def build(
             )
         )
     counts: collections.Counter[str] = collections.Counter()
-    batch = GroupBatch([], [], [], dict(unreadable or {}), {}, {}, [])
+    dropped = dict(unreadable or {})
+    chosen: list[Sequence] = []
+    owner: list[int] = []
+    share = Share()
+    told_here: list[rollout_pb2.TrainedTrajectory] = []
+    num_here = 0
     rewards: list[float] = []
-    trained_lengths: list[int] = []
     oldest: list[int] = []
-    num_trajectories = 0
     for group in groups:
         members = [m for m in group.members if m.HasField("reward")]
         counts["num_groups"] += 1
@@ -110,43 +145,73 @@ def build(
         )
         if advantages is None:
             few = len(members) < 2
-            batch.dropped_groups[group.group_id] = "too_few_members" if few else "zero_variance"
+            dropped[group.group_id] = "too_few_members" if few else "zero_variance"
             continue
-        added = 0
+        share.num_branches[group.group_id] = 0
+        found: collections.Counter[str] = collections.Counter()
         for member, advantage in zip(members, advantages, strict=True):
+            if own is not None and member.attempt_id not in own:
+                continue
             branches, told = _trainable(
                 by_attempt[member.attempt_id],
                 config,
                 weight_version,
                 max_staleness,
                 replayed,
-                counts,
+                found,
             )
             told.attempt_id = member.attempt_id
-            batch.trajectories.append(told)
-            batch.sequences.extend(branches)
-            batch.advantages.extend([float(advantage)] * len(branches))
-            batch.trajectory.extend([num_trajectories] * len(branches))
-            num_trajectories += bool(branches)
-            added += len(branches)
-            trained_lengths.append(sum(s.num_trained for s in branches))
-        if not added:
-            batch.dropped_groups[group.group_id] = "no_trained_tokens"
+            told_here.append(told)
+            chosen.extend(branches)
+            share.advantages.extend([float(advantage)] * len(branches))
+            owner.extend([num_here] * len(branches))
+            num_here += bool(branches)
+            share.num_branches[group.group_id] += len(branches)
+            share.trained_lengths.append(sum(s.num_trained for s in branches))
+        for name, count in found.items():
+            share.counts[name] = share.counts.get(name, 0) + count
+    share = dataclasses.replace(
+        share,
+        num_trajectories=num_here,
+        num_tokens=sum(len(s.token_ids) for s in chosen),
+        trajectories=[told.SerializeToString() for told in told_here],
+    )
+    shares = exchange(share)
+    for group_id in share.num_branches:
+        if not any(other.num_branches[group_id] for other in shares):
+            dropped[group_id] = "no_trained_tokens"
+    for other in shares:
+        counts.update(other.counts)
+    lengths = [length for other in shares for length in other.trained_lengths]
+    every_advantage = [value for other in shares for value in other.advantages]
+    num_trajectories = sum(other.num_trajectories for other in shares)
     scalars = {name: float(value) for name, value in counts.items()} | {
-        "num_groups_dropped": float(len(batch.dropped_groups)),
+        "num_groups_dropped": float(len(dropped)),
         "num_trajectories": float(num_trajectories),
-        "num_trained_tokens": float(batch.num_trained),
-        "num_tokens": float(sum(len(s.token_ids) for s in batch.sequences)),
-        "advantage_abs_mean": float(np.mean(np.abs(batch.advantages))) if batch.sequences else 0.0,
+        "num_trained_tokens": float(sum(lengths)),
+        "num_tokens": float(sum(other.num_tokens for other in shares)),
+        "advantage_abs_mean": float(np.mean(np.abs(every_advantage))) if every_advantage else 0.0,
     }
     if rewards:
         scalars |= {"reward_mean": float(np.mean(rewards)), "reward_std": float(np.std(rewards))}
         scalars["staleness_max"] = float(weight_version - min(oldest))
         scalars["staleness_mean"] = float(np.mean([weight_version - v for v in oldest]))
-    if trained_lengths:
-        scalars["trained_tokens_per_trajectory_mean"] = float(np.mean(trained_lengths))
-    return dataclasses.replace(
-        batch, scalars=scalars, staleness=staleness_histogram(oldest, weight_version)
+    if lengths:
+        scalars["trained_tokens_per_trajectory_mean"] = float(np.mean(lengths))
+    return GroupBatch(
+        sequences=chosen,
+        advantages=share.advantages,
+        trajectory=owner,
+        num_trained=sum(lengths),
+        num_trajectories=num_trajectories,
+        dropped_groups=dropped,
+        scalars=scalars,
+        staleness=staleness_histogram(oldest, weight_version),
+        trajectories=[
+            rollout_pb2.TrainedTrajectory.FromString(told)
+            for other in shares
+            for told in other.trajectories
+        ],
     )
 
 

@@ -60,7 +60,11 @@ class TokenLoss:
 
 
 def token_weights(
-    mask: torch.Tensor, sequence: torch.Tensor, norm: str, constant_length: float = 0.0
+    mask: torch.Tensor,
+    sequence: torch.Tensor,
+    norm: str,
+    constant_length: float = 0.0,
+    elsewhere: tuple[int, int] = (0, 0),
 ) -> torch.Tensor:
     """Weights that turn a sum over the GLOBAL batch into its mean.
 
@@ -69,17 +73,18 @@ def token_weights(
         would depend on packing.
       sequence: int64[T], trajectory of each token, in 0..B-1.
       norm: see LossConfig.norm.
+      elsewhere: trained (tokens, trajectories) of the batch that other ranks hold.
 
     Returns:
       float32[T], 0 on masked slots. All zero when nothing is trained.
     """
     counts = torch.zeros(int(sequence.max()) + 1 if sequence.numel() else 0)
     counts = counts.index_add(0, sequence, mask.float())
-    num_sequences = int((counts > 0).sum())
+    num_sequences = int((counts > 0).sum()) + elsewhere[1]
     if num_sequences == 0:
         return torch.zeros(mask.shape)
     if norm == "token_mean":
-        return mask.float() / counts.sum()
+        return mask.float() / (counts.sum() + elsewhere[0])
     if norm == "sequence_mean":
         return mask.float() / (num_sequences * counts.clamp(min=1)[sequence])
     if norm == "constant":

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from trainer.errors import RankFailedError
+
 _T = TypeVar("_T")
 
 
@@ -51,6 +53,35 @@ def to_first(part: _T, group: Any = None) -> list[_T]:
     parts: list[Any] | None = [None] * num_ranks() if dist.get_rank() == 0 else None
     dist.gather_object(part, parts, 0, group=group)
     return parts or []
+
+
+def to_all(part: _T) -> list[_T]:
+    """What every rank gave, in their order, on every rank."""
+    if num_ranks() == 1:
+        return [part]
+    parts: list[Any] = [None] * num_ranks()
+    dist.all_gather_object(parts, part)
+    return parts
+
+
+def in_step(work: Callable[[], _T]) -> _T:
+    """What `work` returns on this rank, if it does on every rank.
+
+    Raises what it raises here, or RankFailedError where it raised on others only.
+    """
+    if num_ranks() == 1:
+        return work()
+    try:
+        result, error = work(), None
+    except Exception as raised:  # noqa: BLE001 - raised again below
+        result, error = None, raised
+    said = to_all("" if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
+    if failed:
+        raise RankFailedError("; ".join(failed))
+    return result  # type: ignore[return-value]
 
 
 def all_true(mine: bool, device: torch.device) -> bool:

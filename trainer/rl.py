@@ -67,11 +67,9 @@ class RlStage:
         self._name = name
         self._clock = clock
         self._config: RlConfig = runner.config.rl
-        self._learner = runner.learner
+        self._work = runner.work.rl_step()
         self._selection = Selection(runner, link, self._config.evaluation)
         self._guards = Guards(self._config.guards)
-        self._rejected_fraction = 0.0  # of the last update's tokens, by the correction
-        self._kl_loss = 0.0  # the KL term's part of the last update's loss
 
     def run(self, completed_steps: int, num_steps: int) -> None:
         """Trains steps completed_steps + 1 to num_steps.
@@ -90,22 +88,20 @@ class RlStage:
             consumed_version = self._runner.weight_version
             batch = self._fetch(claimed)
             clock.lap("fetch")
-            micros = self._pack(batch)
-            old = self._old_logprobs(micros)
-            reference = self._reference_logprobs(micros)
+            self._work.score()
             clock.lap("logprob")
             try:
-                update = self._update(batch, micros, old, reference, step)
+                trained = self._work.update(step)
             except NonFiniteError as error:
                 clock.lap("update")
                 self._trip(f"step {step}: {error}")
-                update = None
+                trained = None
                 batch = batch.left_out((g.group_id for g in claimed.groups), "non_finite")
             clock.lap("update")
-            published = self._runner.publish_to_stage() if update else 0
+            published = self._runner.publish_to_stage() if trained is not None else 0
             clock.lap("publish")
             self._ack(claimed, batch, step, consumed_version)
-            scalars = self._scalars(batch, micros, old, reference, update, consumed_version)
+            scalars = _scalars(batch, trained)
             scalars["num_groups_ready_left"] = float(claimed.num_groups_ready_left)
             scalars["lineage"] = float(self._runner.lineage)
             verdict = self._guards.observe(step, scalars)
@@ -170,103 +166,14 @@ class RlStage:
                 clock.lap("publish")
 
     def _fetch(self, claimed: rollout_pb2.NextBatchReply) -> GroupBatch:
-        """The batch's records. A group that cannot be read back is dropped, not the stage."""
-        groups = list(claimed.groups)
-        unreadable: dict[str, str] = {}
-        try:
-            records = self._fetch_groups(groups)
-        except CorruptStoreError:
-            groups, records = [], []
-            for group in claimed.groups:
-                try:
-                    records += self._fetch_groups([group])
-                    groups.append(group)
-                except CorruptStoreError as error:
-                    _log.error("group %s is dropped: %s", group.group_id, error)
-                    unreadable[group.group_id] = "corrupt_record"
-        vocab_size = self._learner.policy.vocab_size
-        return group_batch.build(
-            groups,
-            [batching.from_proto(record, vocab_size) for record in records],
-            self._config,
-            self._runner.weight_version,
-            min(self._config.max_staleness, claimed.max_staleness or self._config.max_staleness),
-            self._runner.aged,
-            unreadable,
-            self._learner.policy.experts if self._config.routing_replay else None,
-        )
-
-    def _fetch_groups(
-        self, groups: Iterable[rollout_pb2.BatchGroup]
-    ) -> list[trajectory_pb2.TokenSequence]:
-        ids = [m.attempt_id for g in groups for m in g.members]
-        return self._link.fetch(ids, self._runner.config.sequences_per_fetch)
-
-    def _pack(self, batch: GroupBatch) -> list[MicroBatch]:
-        return batching.make_micro_batches(
-            batch.sequences,
-            self._runner.config.token_budget,
-            self._learner.policy.vocab_size,
-            self._learner.policy.device.torch_device,
-            batch.trajectory if self._config.loss.needs_whole_trajectories else None,
-        )
-
-    def _old_logprobs(self, micros: list[MicroBatch]) -> list[torch.Tensor] | None:
-        if not self._config.recompute_old_logprobs or not micros:
-            return None
-        return self._learner.logprobs(micros)
-
-    def _reference_logprobs(self, micros: list[MicroBatch]) -> list[torch.Tensor] | None:
-        if self._runner.reference is None or not micros:
-            return None
-        return self._runner.reference.score(self._learner, micros)
-
-    def _update(
-        self,
-        batch: GroupBatch,
-        micros: list[MicroBatch],
-        old: list[torch.Tensor] | None,
-        reference: list[torch.Tensor] | None,
-        step: int,
-    ) -> Update | None:
-        """Takes the step; None when no token of the batch is trained."""
-        if not micros:
-            return None
-        advantages = torch.tensor(batch.advantages, dtype=torch.float32)
-        trajectory = torch.tensor(batch.trajectory)
-        sequence = trajectory[torch.cat([m.sequence.cpu() for m in micros])]
-        # Over the whole batch, so that the packing cannot change the mean.
-        weights = loss.token_weights(
-            torch.ones(sequence.shape, dtype=torch.bool),
-            sequence,
-            self._config.loss.norm,
-            self._config.loss.constant_length,
-        ).split([m.targets.numel() for m in micros])
-
-        num_rejected, kl = 0, 0.0
-
-        def loss_of(i: int, micro: MicroBatch, new: torch.Tensor) -> torch.Tensor:
-            nonlocal num_rejected, kl
-            owner = micro.sequence.cpu()
-            tokens = loss.TokenBatch(
-                new=new,
-                old=new.detach() if old is None else old[i],
-                rollout=micro.rollout,
-                advantage=advantages[owner].to(new.device),
-                mask=torch.ones_like(new, dtype=torch.bool),
-                weight=weights[i].to(new.device),
-                sequence=trajectory[owner].to(new.device),
-                reference=None if reference is None else reference[i],
-            )
-            result = loss.policy_loss(tokens, self._config.loss)
-            num_rejected += result.num_rejected
-            kl += result.kl
-            return result.loss
-
-        update = self._learner.update(micros, loss_of, step, with_entropy=True)
-        self._rejected_fraction = num_rejected / sequence.numel()
-        self._kl_loss = kl
-        return update
+        """The batch's tokens, each data-parallel rank its own."""
+        version = self._runner.weight_version
+        oldest = [m.oldest_weight_version for g in claimed.groups for m in g.members]
+        versions = np.arange(min(oldest, default=version), version + 1)
+        ages = dict(zip(versions.tolist(), self._runner.aged(versions).tolist(), strict=True))
+        limit = min(self._config.max_staleness, claimed.max_staleness or self._config.max_staleness)
+        groups = [group.SerializeToString() for group in claimed.groups]
+        return self._work.fetch(groups, version, limit, ages)
 
     def _ack(
         self, claimed: rollout_pb2.NextBatchReply, batch: GroupBatch, step: int, version: int
@@ -281,46 +188,9 @@ class RlStage:
             )
         )
 
-    def _scalars(
-        self,
-        batch: GroupBatch,
-        micros: list[MicroBatch],
-        old: list[torch.Tensor] | None,
-        reference: list[torch.Tensor] | None,
-        update: Update | None,
-        version: int,
-    ) -> dict[str, float]:
-        if update is None:
-            refused = "non_finite" in batch.dropped_groups.values()
-            return batch.scalars | {"step_skipped": 1.0, "guard_non_finite": float(refused)}
-        sequence = torch.cat([m.sequence for m in micros]).cpu().numpy()
-        new = _flat(update.logprobs)
-        tokens = diagnostics.ActiveTokens(
-            new=new,
-            old=new if old is None else _flat(old),
-            rollout=_flat([m.rollout for m in micros]),
-            advantage=np.asarray(batch.advantages)[sequence],
-            sequence=np.asarray(batch.trajectory)[sequence],
-            versions=torch.cat([m.versions for m in micros]).cpu().numpy(),
-        )
-        held: dict[str, float] = {}
-        if reference is not None:
-            held = diagnostics.reference_metrics(new, _flat(reference), self._config.loss)
-            held["loss_kl"] = self._kl_loss
-        return (
-            batch.scalars
-            | held
-            | diagnostics.off_policy_metrics(tokens, self._config.loss, version)
-            | {
-                "loss": update.loss,
-                "grad_norm": update.grad_norm,
-                "lr": update.lr,
-                "entropy_mean_nats": update.entropy,
-                "correction_rejected_fraction": self._rejected_fraction,
-                "num_micro_batches": float(len(micros)),
-            }
-        )
 
-
-def _flat(parts: list[torch.Tensor]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    return torch.cat(parts).double().cpu().numpy()
+def _scalars(batch: GroupBatch, trained: dict[str, float] | None) -> dict[str, float]:
+    if trained is not None:
+        return batch.scalars | trained
+    refused = "non_finite" in batch.dropped_groups.values()
+    return batch.scalars | {"step_skipped": 1.0, "guard_non_finite": float(refused)}

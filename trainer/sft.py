@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 
 from rollout.client import read_sequences
 from trainer import batch as batching
 from trainer import loss
 from trainer.batch import MicroBatch, Sequence
-from trainer.config import SupervisedConfig
+from trainer.config import SupervisedConfig, TrainerConfig
 from trainer.errors import BadRequestError
 from trainer.metrics_log import StepRecord
+from trainer.step import Learner
 from trainer.step_clock import StepClock
+from trainer.team import Team, together
 
 if TYPE_CHECKING:
     from trainer.stage_runner import StageRunner
@@ -58,24 +61,84 @@ def load_rows(path: Path, vocab_size: int) -> list[Sequence]:
     return rows
 
 
+class SupervisedStep:
+    """One step of a supervised stage, on every rank; each has the whole file of sequences."""
+
+    team_name = "supervised"
+
+    def __init__(
+        self,
+        team: Team,
+        learner: Learner,
+        config: TrainerConfig,
+        settings: SupervisedConfig,
+        name: str,
+        data_path: Path,
+    ) -> None:
+        """Raises BadRequestError for a file that is missing or holds no usable row."""
+        self.team = team
+        self._learner = learner
+        self._config = config
+        self._batch_rows = settings.batch_rows
+        self._rows = load_rows(data_path, learner.policy.vocab_size)
+        self._seed = zlib.crc32(f"{config.seed}/{name}".encode())
+
+    @together
+    def update(self, step: int) -> dict[str, float]:
+        """Takes the optimizer step; returns its figures.
+
+        Raises:
+          NonFiniteError: the loss left the finite numbers.
+        """
+        policy = self._learner.policy
+        chosen = [
+            self._rows[i]
+            for i in rows_of_step(len(self._rows), self._batch_rows, step, self._seed)
+        ]
+        micros = batching.make_micro_batches(
+            chosen,
+            self._config.token_budget,
+            policy.vocab_size,
+            policy.device.torch_device,
+            multiple=self._config.grid.tensor_parallel,
+        )
+        num_trained = sum(s.num_trained for s in chosen)
+
+        def loss_of(_: int, _micro: MicroBatch, new: torch.Tensor) -> torch.Tensor:
+            mask = torch.ones_like(new, dtype=torch.bool)
+            return loss.sft_loss(new, mask, torch.full_like(new, 1.0 / num_trained))
+
+        own = batching.own_share(
+            micros,
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+            self._config.grid.tensor_parallel,
+            policy.device.torch_device,
+        )
+        update = self._learner.update(own, loss_of, step)
+        return {
+            "loss": update.loss,
+            "grad_norm": update.grad_norm,
+            "lr": update.lr,
+            "num_tokens": float(sum(len(s.token_ids) for s in chosen)),
+            "num_trained_tokens": float(num_trained),
+            "num_micro_batches": float(len(micros)),
+        }
+
+
 class SupervisedStage:
     """Runs steps until num_steps are done."""
 
     def __init__(
         self,
         runner: StageRunner,
-        settings: SupervisedConfig,
         name: str,
-        data_path: Path,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = runner
-        self._settings = settings
         self._name = name
         self._clock = clock
-        self._learner = runner.learner
-        self._rows = load_rows(data_path, runner.learner.policy.vocab_size)
-        self._seed = zlib.crc32(f"{runner.config.seed}/{name}".encode())
+        self._work = runner.work.supervised_step()
 
     def run(self, completed_steps: int, num_steps: int) -> None:
         """Trains steps completed_steps + 1 to num_steps.
@@ -84,39 +147,10 @@ class SupervisedStage:
           StoppedError: the trainer was told to stop.
           NonFiniteError: the loss left the finite numbers.
         """
-        policy = self._learner.policy
         for step in range(completed_steps + 1, num_steps + 1):
             clock = StepClock(self._clock)
-            chosen = [
-                self._rows[i]
-                for i in rows_of_step(len(self._rows), self._settings.batch_rows, step, self._seed)
-            ]
-            micros = batching.make_micro_batches(
-                chosen,
-                self._runner.config.token_budget,
-                policy.vocab_size,
-                policy.device.torch_device,
-            )
-            num_trained = sum(s.num_trained for s in chosen)
-            clock.lap("fetch")
-
-            def loss_of(
-                _: int, _micro: MicroBatch, new: torch.Tensor, n: int = num_trained
-            ) -> torch.Tensor:
-                mask = torch.ones_like(new, dtype=torch.bool)
-                return loss.sft_loss(new, mask, torch.full_like(new, 1.0 / n))
-
-            update = self._learner.update(micros, loss_of, step)
+            scalars = self._work.update(step)
             clock.lap("update")
-            scalars = clock.scalars()
-            num_tokens = sum(len(s.token_ids) for s in chosen)
-            scalars |= {
-                "loss": update.loss,
-                "grad_norm": update.grad_norm,
-                "lr": update.lr,
-                "num_tokens": float(num_tokens),
-                "num_trained_tokens": float(num_trained),
-                "num_micro_batches": float(len(micros)),
-                "tokens_per_s": num_tokens / max(scalars["time_step_s"], 1e-9),
-            }
+            scalars |= clock.scalars()
+            scalars["tokens_per_s"] = scalars["num_tokens"] / max(scalars["time_step_s"], 1e-9)
             self._runner.step_done(StepRecord(self._name, step, 0, time.time(), scalars))
