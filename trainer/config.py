@@ -26,6 +26,21 @@ class GridConfig(_Settings):
     data_parallel: int = Field(default=1, gt=0)
     """Copies of the model, each on part of the batch."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the trainer."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+
+    @model_validator(mode="after")
+    def _experts_are_shared_out(self) -> GridConfig:
+        shared_by = self.tensor_parallel * self.data_parallel
+        if shared_by % self.expert_parallel:
+            raise ValueError(
+                f"grid.expert_parallel is {self.expert_parallel}, and experts are shared out among "
+                f"tensor_parallel * data_parallel = {shared_by} ranks: set it to a divisor of that"
+            )
+        return self
+
 
 class OptimConfig(_Settings):
     """AdamW and its learning-rate schedule, for one stage."""
@@ -363,15 +378,6 @@ class TrainerConfig(_Settings):
         disk = {"directory": str(Path(data["run_dir"]) / "weightsync"), **disk}
         return {**data, "weight_sync": {**sync, "disk": disk}}
 
-    @model_validator(mode="after")
-    def _one_rank(self) -> TrainerConfig:
-        for name, size in self.grid.model_dump().items():
-            if size != 1:
-                raise ValueError(
-                    f"grid.{name} is {size}: the trainer process runs on one rank so far; set it to 1"
-                )
-        return self
-
     model_dir: Path
     """Hugging Face folder: config.json and safetensors to start from."""
     run_dir: Path
@@ -379,7 +385,8 @@ class TrainerConfig(_Settings):
     manager_address: str = ""
     """HOST:PORT of the RolloutManager; RL, Publish and MeasureGap need it."""
     grid: GridConfig = GridConfig()
-    """How the model is split over ranks."""
+    """How the model is split over ranks. The trainer starts the others itself, on its own host, unless
+    torchrun or the like started it: then WORLD_SIZE must be the grid's number of ranks."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations, of what is exported and of what engines are sent: set
     `rollout.engines.dtype` alike. With bfloat16 the optimizer's own weights, sums of gradients, the

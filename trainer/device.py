@@ -93,6 +93,21 @@ def enter(num_threads: int, collective_timeout_s: float) -> Device:
     return device
 
 
+def rank() -> int:
+    """This process's place among the ranks."""
+    import torch.distributed as dist
+
+    return dist.get_rank()
+
+
+def team_store() -> dist.Store | None:
+    """The process group's store, where ranks leave each other words; None: there is one rank."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return None if dist.get_world_size() == 1 else _get_default_store()
+
+
 def leave() -> None:
     """Leaves the process group."""
     import torch.distributed as dist

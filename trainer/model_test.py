@@ -108,7 +108,7 @@ def test_folders_that_cannot_be_used_are_named(tmp_path: Path, device: Device) -
         Policy(bare, GridConfig(), device, seed=0).load_hf()
     dense = testbed.write_model(tmp_path / "dense", **testbed.FAMILIES["llama"])
     with pytest.raises(BadRequestError, match="expert_parallel=2, but the model .* no experts"):
-        Policy(dense, GridConfig(expert_parallel=2), device, seed=0)
+        Policy(dense, GridConfig(data_parallel=2, expert_parallel=2), device, seed=0)
 
 
 def test_a_config_of_a_newer_transformers_gives_the_same_model(

@@ -170,7 +170,7 @@ def test_the_term_holds_a_stage_near_its_start(
 
 def test_no_reference_without_the_term(tmp_path: Path, model_dir: Path, device: Device) -> None:
     steps, runner = steps_of(tmp_path, model_dir, device, 0)
-    assert runner.reference is None
+    assert runner.work.rl_step().reference is None
     assert not (tmp_path / "run" / "reference").exists()
     assert not any("kl_reference" in name for name in steps[0])
 

@@ -10,6 +10,7 @@ import pytest
 
 from proto import rollout_pb2 as rpb
 from trainer.checkpoint import CheckpointStore
+from trainer.checkpoint_saver import in_thread
 from trainer.config import CheckpointConfig, GuardsConfig, RlConfig, TrainerConfig
 from trainer.device import Device
 from trainer.rl_test import group, run_until
@@ -75,8 +76,7 @@ def make_runner(
             guards=GuardsConfig(action="warn"),
         ),
     )
-    more = {} if start_save is None else {"start_save": start_save}
-    return StageRunner(config, device, manager.link, **more)
+    return StageRunner(config, device, manager.link, start_save or in_thread)
 
 
 @pytest.mark.parametrize("num_written", [0, 1, 2])

@@ -2,7 +2,7 @@
 
      RolloutManager                     trainer, main thread                        engines
      ready groups ----NextBatch------>  wait         (blocks: no batch is ready)
-     token store  ----FetchSequences->  fetch        (blocks: reading)
+     token store  ----FetchSequences->  fetch        (blocks: reading; each rank its own: rl_step.py)
                                         logprob      old and reference log-probs, where asked for
                                         update       forward, backward, AdamW
      update window <--Open/Close------  publish ------------ weight buckets ------>  load
@@ -25,17 +25,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from proto import rollout_pb2, trajectory_pb2
-from rollout.client import CorruptStoreError
-from trainer import batch as batching
-from trainer import diagnostics, group_batch, loss
-from trainer.batch import MicroBatch
+from proto import rollout_pb2
 from trainer.config import RlConfig
 from trainer.errors import CheckpointWriteError, GuardError, NonFiniteError
 from trainer.group_batch import GroupBatch
@@ -43,7 +38,6 @@ from trainer.guards import Guards, Verdict
 from trainer.manager_link import ManagerLink
 from trainer.metrics_log import StepRecord
 from trainer.selection import Selection
-from trainer.step import Update
 from trainer.step_clock import StepClock
 
 if TYPE_CHECKING:

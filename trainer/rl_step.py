@@ -67,7 +67,7 @@ class RlStep:
         self._learner = learner
         self._config = config
         self._fetch_records = fetch
-        self._reference = reference
+        self.reference = reference
         self._batch: GroupBatch | None = None
         self._version = 0
         self._micros: list[MicroBatch] = []
@@ -117,6 +117,7 @@ class RlStep:
             max_staleness,
             aged,
             lost,
+            self._learner.policy.experts if self._config.rl.routing_replay else None,
             {attempt for members in own for attempt in members},
             _exchange,
         )
@@ -131,8 +132,8 @@ class RlStep:
             return
         if self._config.rl.recompute_old_logprobs:
             self._old = self._learner.logprobs(self._micros)
-        if self._reference is not None:
-            self._scored = self._reference.score(self._learner, self._micros)
+        if self.reference is not None:
+            self._scored = self.reference.score(self._learner, self._micros)
 
     @together
     def update(self, step: int) -> dict[str, float] | None:

@@ -64,7 +64,7 @@ def test_the_stage_ends_with_the_best_weights(
     assert torch.equal(norms[6], norms[1])
     assert not torch.equal(norms[6], norms[5])
     # It outlived the three newest: step 4's, step 5's and the one at the stage's end.
-    assert [p.name.partition("-")[2] for p in runner._store.paths()] == [
+    assert [p.name.partition("-")[2] for p in runner.work.store.paths()] == [
         "rl-1",
         "rl-4",
         "rl-5",
@@ -149,7 +149,7 @@ def test_best_weights_that_are_corrupt_on_disk_leave_the_last_ones(
 
     def damage() -> None:
         if len(runner.metrics.since("rl", 1)) == 3:
-            (best,) = (p for p in runner._store.paths() if p.name.endswith("-rl-1"))
+            (best,) = (p for p in runner.work.store.paths() if p.name.endswith("-rl-1"))
             next(best.glob("*.distcp")).unlink()
 
     runner.metrics.add_listener(damage)

@@ -153,7 +153,7 @@ async def test_two_trainers_never_share_a_run_directory(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"grid": {"tensor_parallel": 2}}, "grid.tensor_parallel is 2"),
+        ({"grid": {"expert_parallel": 2}}, "grid.expert_parallel is 2"),
         ({"learning_rate": 1}, "Extra inputs are not permitted"),
         ({"manager_address": "127.0.0.1:1", "weight_sync": {"transport": "x"}}, "transport"),
         ({"model_dir": "/nonexistent"}, "cannot read /nonexistent/config.json"),

@@ -92,8 +92,7 @@ class SupervisedStep:
         """
         policy = self._learner.policy
         chosen = [
-            self._rows[i]
-            for i in rows_of_step(len(self._rows), self._batch_rows, step, self._seed)
+            self._rows[i] for i in rows_of_step(len(self._rows), self._batch_rows, step, self._seed)
         ]
         micros = batching.make_micro_batches(
             chosen,

@@ -5,13 +5,14 @@
     pause, resume, stop            stage:  takes jobs between steps, and while it waits for
     status (a snapshot)                    a batch; never inside a step
 
-Owns the policy, the optimizer, progress and checkpoints. Torch is touched by the main thread
-alone. Invariant: a job sees weights between two optimizer steps.
+Owns progress, and the first rank's GridWork: policy, optimizer, checkpoints. Torch is touched by the
+main thread alone. Invariant: a job sees weights between two optimizer steps.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import logging
 import queue
@@ -27,11 +28,9 @@ import numpy.typing as npt
 
 from proto import rollout_pb2
 from rollout.client import RolloutError
-from trainer import batch as batching
-from trainer import checkpoint, checkpoint_state, gap, hf_export
-from trainer import reference as references
-from trainer.checkpoint import CheckpointStore, Progress
-from trainer.checkpoint_saver import CheckpointSaver, Saved, in_thread
+from trainer import gap, hf_export
+from trainer.checkpoint import Progress
+from trainer.checkpoint_saver import Saved, in_thread
 from trainer.config import TrainerConfig
 from trainer.device import Device
 from trainer.errors import (
@@ -42,14 +41,12 @@ from trainer.errors import (
     StoppedError,
     TrainerError,
 )
+from trainer.grid_work import GridWork
 from trainer.manager_link import ManagerLink, PublishResult
 from trainer.metrics_log import MetricsLog, StepRecord
-from trainer.model import Policy
-from trainer.reference import Reference
 from trainer.rl import RlStage
-from trainer.run_checkpoints import RunCheckpoints
 from trainer.sft import SupervisedStage
-from trainer.step import Learner
+from trainer.team import Team
 from trainer.version_steps import VersionSteps
 
 _log = logging.getLogger(__name__)
@@ -94,44 +91,27 @@ class StageRunner:
         device: Device,
         link: ManagerLink | None,
         start_save: Callable[[Callable[[], None]], None] = in_thread,
+        team: Team | None = None,
     ) -> None:
         """Loads the newest sound checkpoint, else what is replayed, else the weights of model_dir.
 
-        Args: start_save runs the writing of a checkpoint beside training.
+        Args:
+          start_save: runs the writing of a checkpoint beside training.
+          team: of several ranks, of which this is the first.
 
         Raises:
           BadRequestError: model_dir or replay_of cannot be used.
         """
         self.config = config
         self._link = link
-        policy = Policy(config.model_dir, config.grid, device, config.seed, config.dtype)
-        if config.rl.routing_replay and policy.experts is None:
-            raise BadRequestError(
-                f"trainer.rl.routing_replay is on, but the model in {config.model_dir} has no "
-                "experts; turn it off"
-            )
-        policy.set_recompute(config.recompute)
-        self.learner = Learner(policy, config.logprob_chunk)
+        self._team = team or Team(None)
+        fetch = None if link is None else link.fetch
+        self.work = GridWork(config, device, fetch, self._team, self._tell_saved, start_save)
+        self.learner = self.work.learner
         self.metrics = MetricsLog(config.run_dir / "metrics")
-        self._store = CheckpointStore(
-            config.run_dir / "checkpoints", config.checkpoints_kept, config.keep_stage_ends
-        )
-        self._loaded = self._store.latest()
-        if self._loaded is None and config.replay_of is not None:
-            self._loaded = checkpoint.start_of_rl(config.replay_of / "checkpoints")
-        self._progress = Progress()
-        if self._loaded is None:
-            policy.load_hf()
-        else:
-            checkpoint_state.load_model(self.learner, self._loaded)
-            self._progress = self._loaded.progress
-        self._checkpoints = RunCheckpoints(
-            self._store,
-            CheckpointSaver(self._store, device, config.checkpoint.timeout_s, start=start_save),
-            config.checkpoint,
-            self._loaded,
-            self._tell_saved,
-        )
+        self._loaded = self.work.loaded
+        self._progress = self._loaded.progress if self._loaded else Progress()
+        self._checkpoints = self.work.checkpoints
         self._versions = VersionSteps(
             config.run_dir / "versions.jsonl",
             self._progress.weight_version if self._loaded is not None else 0,
@@ -147,7 +127,6 @@ class StageRunner:
         # A signal handler calls `stop` on the main thread, which may hold the lock just then.
         self._lock = threading.RLock()
         self._published_updates = -1  # learner.num_updates at the last publication
-        self.reference: Reference | None = None  # of the RL stage's KL term
         self.lineage = 0  # as the manager counts them; 0 before the first publication
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._paused = False
@@ -157,7 +136,7 @@ class StageRunner:
         self._status = Status(
             weight_version=self._progress.weight_version,
             finished_stages=self._progress.finished_stages,
-            num_parameters=policy.num_parameters,
+            num_parameters=self.work.num_parameters,
             latest_checkpoint=str(self._loaded.path) if self._loaded else "",
         )
 
@@ -257,6 +236,7 @@ class StageRunner:
             else:
                 _log.warning("the last step was not finished: its weights are not saved")
         self.metrics.close()
+        self._team.dismiss()
 
     @property
     def weight_version(self) -> int:
@@ -333,7 +313,7 @@ class StageRunner:
             changes["batch_ids"] = (*self._progress.batch_ids, batch_id)
         self._advance(**changes)
         self._booked_updates = self.learner.num_updates
-        self._checkpoints.poll()
+        self.work.poll_save()
         scalars = record.scalars | self._checkpoints.take_scalars()
         record = dataclasses.replace(record, scalars=scalars)
         self.metrics.append(record)
@@ -343,7 +323,7 @@ class StageRunner:
         last = request is not None and record.step >= request.num_steps
         every = getattr(self.config, request.kind).checkpoint_every_steps if request else 0
         if every and record.step % every == 0 and not last:
-            self._checkpoints.periodic(self.learner, self._progress)
+            self.work.save_periodic(self._progress)
         while self._paused or not self._jobs.empty():
             if self._stopping:
                 break
@@ -370,7 +350,7 @@ class StageRunner:
         Raises:
           CheckpointWriteError: it could not be written.
         """
-        return self._checkpoints.now(self.learner, self._progress)
+        return self.work.save(self._progress)
 
     def save_if_changed(self) -> Path | None:
         """The checkpoint of the moment, after a save unless there is one.
@@ -380,11 +360,11 @@ class StageRunner:
         Raises:
           CheckpointWriteError: it could not be written and trainer.checkpoint.on_failure is "stop".
         """
-        return self._checkpoints.of_the_moment(self.learner, self._progress)
+        return self.work.save_of_the_moment(self._progress)
 
     def pin_checkpoint(self, name: str) -> None:
         """Keeps the checkpoint `name`, and no other, from being deleted with the oldest."""
-        self._store.pinned = name
+        self.work.store.pinned = name
 
     def load_weights(self, name: str) -> None:
         """Takes the weights of the checkpoint `name`; the optimizer and progress stay.
@@ -392,33 +372,21 @@ class StageRunner:
         Raises:
           CorruptCheckpointError: it does not verify.
         """
-        checkpoint_state.load_model(self.learner, self._store.find(name))
+        self.work.load_weights(name)
         self._published_updates = -1
 
     def export(self, path: Path) -> tuple[int, int]:
         """Writes a Hugging Face folder; returns (tensors, bytes)."""
         if not path.is_absolute():
             raise BadRequestError(f"Export wants an absolute path, got {path}")
-        tensors = self.learner.policy.export_named_tensors()
-        return hf_export.write(tensors, self.config.model_dir, path, self.config.export_shard_bytes)
+        with contextlib.closing(self.work.export()) as tensors:
+            return hf_export.write(
+                tensors, self.config.model_dir, path, self.config.export_shard_bytes
+            )
 
     def measure_gap(self, attempt_ids: list[str], weight_version: int) -> gap.Gap:
         """See MeasureGap."""
-        if self._link is None:
-            raise BadRequestError("MeasureGap needs manager_address in the trainer's config")
-        records = self._link.fetch(attempt_ids, self.config.sequences_per_fetch)
-        vocab_size = self.learner.policy.vocab_size
-        sequences = [batching.from_proto(record, vocab_size) for record in records]
-        replayed = self.learner.policy.experts if self.config.rl.routing_replay else None
-        if replayed is None:
-            sequences = [dataclasses.replace(s, experts=None) for s in sequences]
-        elif broken := [s for s in sequences if batching.broken_experts(s, replayed)]:
-            raise BadRequestError(
-                f"attempt {broken[0].attempt_id} cannot be replayed: "
-                f"{batching.broken_experts(broken[0], replayed)}; turn trainer.rl.routing_replay "
-                "off, or measure others"
-            )
-        return gap.measure(self.learner, sequences, weight_version, self.config.token_budget)
+        return self.work.measure_gap(attempt_ids, weight_version)
 
     # ---- inside ----------------------------------------------------------------------
 
@@ -429,8 +397,7 @@ class StageRunner:
         # A version is never used twice, even when its window failed.
         self._advance(weight_version=self._progress.weight_version + 1)
         self._versions.add(self._progress.weight_version, self.learner.num_updates)
-        tensors = self.learner.policy.export_named_tensors()
-        result = self._link.publish(tensors, self._progress.weight_version)
+        result = self._link.publish(self.work.export(), self._progress.weight_version)
         self._published_updates = self.learner.num_updates
         return result
 
@@ -440,7 +407,7 @@ class StageRunner:
             self._status = dataclasses.replace(self._status, latest_checkpoint=str(saved.path))
             stage = self._status.stage
         if stage is not None and stage.kind == "rl" and self._link is not None:
-            oldest = min(p.rl_step for p in self._store.progress_of_newest())
+            oldest = min(p.rl_step for p in self.work.store.progress_of_newest())
             self._link.report_checkpoint(
                 rollout_pb2.ReportCheckpointRequest(
                     step=saved.progress.rl_step, oldest_kept_step=oldest
@@ -450,7 +417,7 @@ class StageRunner:
     def _end_saves(self) -> None:
         """Waits for the save in flight; nothing about it fails what ends here."""
         try:
-            self._checkpoints.settle()
+            self.work.settle_save()
         except RolloutError as error:  # the checkpoint is on disk; the manager is going too
             _log.warning("a checkpoint was not reported: %s", error)
 
@@ -484,8 +451,7 @@ class StageRunner:
                 assert self._link is not None
                 stage = RlStage(self, self._link, request.name)
             else:
-                settings = self.config.pretrain if request.kind == "pretrain" else self.config.sft
-                stage = SupervisedStage(self, settings, request.name, Path(request.data_path))
+                stage = SupervisedStage(self, request.name)
             stage.run(completed, request.num_steps)
             finished = (*self._progress.finished_stages, request.name)
             self._advance(stage=request.name, finished_stages=finished)
@@ -504,20 +470,9 @@ class StageRunner:
             self._end_saves()
 
     def _begin(self, request: StageRequest, completed: int) -> None:
-        settings = getattr(self.config, request.kind)
-        self.learner.begin_stage(settings.optim, request.num_steps, settings.router_aux_loss)
-        self.reference = None
-        if request.kind == "rl":
-            self.reference = references.of_stage(
-                self.learner,
-                self.config.rl.loss,
-                self.config.run_dir / "reference" / request.name,
-                self.config.checkpoint.timeout_s,
-                self._progress,
-                resumed=completed > 0,
-            )
-        if completed and self._loaded is not None:
-            checkpoint_state.load_all(self.learner, self._loaded)
+        self.work.begin_stage(
+            request.kind, request.name, request.data_path, request.num_steps, self._progress
+        )
         self._booked_updates = self.learner.num_updates
         if not completed:
             self._advance(stage=request.name, stage_step=0)
