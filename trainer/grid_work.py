@@ -192,7 +192,8 @@ class GridWork:
         self.team.order(self.team_name, "gather", ())
         tensors = self.learner.policy.export_named_tensors()
         try:
-            for named in tensors:
+            # `yield from` would close what is to be taken to its end.
+            while (named := next(tensors, None)) is not None:
                 yield named
         finally:
             for _ in tensors:
