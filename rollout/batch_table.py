@@ -9,12 +9,13 @@ oldest start first and whole: never the first attempts to end out of more.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from proto import rollout_pb2 as pb
 from rollout.attempt_table import ZERO_VARIANCE_COUNTER, AttemptTable
-from rollout.errors import FencedError, NotFoundError
+from rollout.errors import ConflictError, FencedError, NotFoundError
 from rollout.group_filter import Member
 from rollout.ledger import Ledger
 
@@ -140,16 +141,23 @@ class BatchTable:
                 [(t.SerializeToString(), t.attempt_id, batch_id) for t in trajectories],
             )
 
-    def rewind(self, step: int, token: str) -> Rewound:
+    def rewind(self, step: int, token: str, batch_ids: Sequence[str] = ()) -> Rewound:
         """Makes every batch newer than `step` ready again and opens a lineage, once a token.
 
+        Args:
+            batch_ids: what the trainer's checkpoint was trained on, steps 1 to `step`; empty if it
+                does not tell.
+
         Raises:
+            ConflictError: along the surviving lineage those steps have other batches.
             NotFoundError: tokens that the rewind needs were deleted.
         """
         with self._ledger.transaction() as db:
             row = self._ledger.one("SELECT * FROM lineages WHERE token=?", token)
             if row is not None:
                 return Rewound(row["lineage"], row["max_weight_version"], row["num_batches"])
+            if batch_ids:
+                self._check_past(step, batch_ids)
             batches = db.execute(
                 "SELECT batch_id, tokens_deleted FROM batches WHERE step>? AND state<>'rewound'",
                 (step,),
@@ -178,6 +186,23 @@ class BatchTable:
                 (token, lineage, step, highest, len(batches)),
             )
             return Rewound(lineage, highest, len(batches))
+
+    def _check_past(self, step: int, batch_ids: Sequence[str]) -> None:
+        """The weights were trained on what the ledger says, so that nothing is trained twice."""
+        rows = self._ledger.db.execute(
+            "SELECT batch_id FROM batches WHERE step<=? AND state<>'rewound' ORDER BY step", (step,)
+        ).fetchall()
+        standing = [str(row[0]) for row in rows]
+        if standing == list(batch_ids):
+            return
+        pairs = enumerate(itertools.zip_longest(batch_ids, standing, fillvalue="none"), 1)
+        at, theirs, ours = next((at, a, b) for at, (a, b) in pairs if a != b)
+        raise ConflictError(
+            f"cannot rewind to step {step}: the checkpoint was trained on batch {theirs} at step "
+            f"{at}, and the ledger's is {ours}; the checkpoint and ledger.db are not of one past: "
+            "take both from the same copy of the run, or delete the checkpoint, so that the one "
+            "before it is used"
+        )
 
     def take_deletable(self, oldest_kept_step: int) -> list[str]:
         """Attempts whose tokens no kept checkpoint needs; marks their batches."""

@@ -376,11 +376,11 @@ class RolloutManager:
         )
         self.waiters.notify()
 
-    def rewind(self, step: int, token: str) -> Rewound:
-        """Goes back to the checkpoint of `step` and opens a lineage."""
+    def rewind(self, step: int, token: str, batch_ids: Sequence[str] = ()) -> Rewound:
+        """Goes back to the checkpoint of `step`, trained on `batch_ids`, and opens a lineage."""
         if not token:
             raise BadRequestError("Rewind: want a lineage_token, random per start of the trainer")
-        rewound = self.batches.rewind(step, token)
+        rewound = self.batches.rewind(step, token, batch_ids)
         self.waiters.notify()
         return rewound
 

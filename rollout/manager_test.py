@@ -80,6 +80,33 @@ async def test_next_batch_is_idempotent_by_step_and_rewind_brings_batches_back(
         assert repeated.batch_id != batch.batch_id
 
 
+async def test_a_checkpoint_of_another_past_is_refused(tmp_path: Path) -> None:
+    async with Testbed(tmp_path, max_staleness=3) as client:
+        await begin(client)
+        await client.rewind(pb.RewindRequest(step=0, lineage_token="one"))
+        ids: dict[str, list[str]] = {"one": [], "two": []}
+        for token, steps in (("one", (1, 2)), ("two", (2,))):
+            for step in steps:
+                if token == "one":
+                    for index, attempt in enumerate(await lease(client, 4)):
+                        await play(client, attempt, float(index % 2))
+                batch = await next_batch(client, step)
+                await client.ack_batch(pb.AckBatchRequest(batch_id=batch.batch_id, step=step))
+                ids[token].append(batch.batch_id)
+            if token == "one":
+                one = pb.RewindRequest(step=1, lineage_token="two", batch_ids=ids["one"][:1])
+                assert (await client.rewind(one)).num_batches_ready_again == 1
+        first, of_old_lineage = ids["one"]
+        wrong = [[first, of_old_lineage], [first], [first, *ids["two"], "b000003.2"]]
+        for batch_ids in wrong:
+            with pytest.raises(ConflictError, match="not of one past"):
+                await client.rewind(
+                    pb.RewindRequest(step=2, lineage_token="three", batch_ids=batch_ids)
+                )
+        right = pb.RewindRequest(step=2, lineage_token="three", batch_ids=[first, *ids["two"]])
+        assert (await client.rewind(right)).lineage == 3
+
+
 async def test_versions_never_repeat_and_a_window_pauses_admission(tmp_path: Path) -> None:
     bed = Testbed(tmp_path)
     async with bed as client:

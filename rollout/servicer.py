@@ -272,7 +272,7 @@ class RolloutServicer(pb_grpc.RolloutManagerServicer):
 
     @_unary
     async def Rewind(self, request: pb.RewindRequest, context: _Context) -> pb.RewindReply:
-        rewound = self._manager.rewind(request.step, request.lineage_token)
+        rewound = self._manager.rewind(request.step, request.lineage_token, list(request.batch_ids))
         return pb.RewindReply(
             lineage=rewound.lineage,
             max_weight_version=rewound.max_weight_version,

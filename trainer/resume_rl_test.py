@@ -46,6 +46,8 @@ class RewindingManager(ScriptedManager):
 
     async def Rewind(self, request: Any, context: Any) -> rpb.RewindReply:
         assert request.step >= self.oldest_needed, "its tokens are gone"
+        past = [self.claimed[step].batch_id for step in range(1, request.step + 1)]
+        assert list(request.batch_ids) == past
         self.lineage += 1
         for step in sorted((s for s in self.claimed if s > request.step), reverse=True):
             self.replies.insert(0, self.claimed.pop(step))

@@ -310,7 +310,7 @@ class StageRunner:
         changes: dict[str, Any] = {"stage": record.stage, "stage_step": record.step}
         if self._status.stage is not None and self._status.stage.kind == "rl":
             changes["rl_step"] = record.step
-            changes["batch_ids"] = (*self._progress.batch_ids, batch_id)
+            changes["batch_ids"] = (*self._progress.batch_ids[: record.step - 1], batch_id)
         self._advance(**changes)
         self._booked_updates = self.learner.num_updates
         self.work.poll_save()
@@ -438,7 +438,11 @@ class StageRunner:
         if self.lineage:
             return
         reply = link.rewind(
-            rollout_pb2.RewindRequest(step=self._progress.rl_step, lineage_token=uuid.uuid4().hex)
+            rollout_pb2.RewindRequest(
+                step=self._progress.rl_step,
+                lineage_token=uuid.uuid4().hex,
+                batch_ids=self._progress.batch_ids,
+            )
         )
         self._advance(weight_version=max(self._progress.weight_version, reply.max_weight_version))
         self.lineage = reply.lineage
