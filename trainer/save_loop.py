@@ -1,8 +1,9 @@
 """Trains a step and saves, again and again, until it is killed: for checkpoint_kill_test.
 
-    python -P -m trainer.save_loop MODEL_DIR CHECKPOINTS_DIR
+    python -P -m trainer.save_loop MODEL_DIR CHECKPOINTS_DIR asynchronous|synchronous
 
-Goes on after the newest checkpoint. Prints `saving N` before and `saved N` after each save.
+Goes on after the newest checkpoint. Prints `saving N` before and `saved N` after each save; while an
+asynchronous one is written, steps are taken.
 """
 
 from __future__ import annotations
@@ -44,12 +45,24 @@ def main() -> None:
         step = latest.progress.stage_step
     rows = [batching.from_proto(row, testbed.VOCAB) for row in testbed.copy_rows(8)]
     micros = batching.make_micro_batches(rows, 1000, testbed.VOCAB, device.torch_device)
-    while True:
+    is_asynchronous = sys.argv[3] == "asynchronous"
+
+    def train() -> None:
+        nonlocal step
         step += 1
         learner.update(micros, _nll, step)
+
+    while True:
+        train()
+        progress = Progress("sft", step)
         print(f"saving {step}", flush=True)
-        saver.save(learner, Progress("sft", step))
-        print(f"saved {step}", flush=True)
+        if is_asynchronous:
+            saver.begin(learner, progress)
+            while saver.poll() is None:
+                train()
+        else:
+            saver.save(learner, progress)
+        print(f"saved {progress.stage_step}", flush=True)
 
 
 if __name__ == "__main__":
