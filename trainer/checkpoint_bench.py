@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 _VOCAB = 4096
-_ROWS = 16
+_ROWS = 4
 
 
 def _learner(folder: Path, device: Any) -> Any:

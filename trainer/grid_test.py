@@ -171,21 +171,33 @@ def five_alone(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Trained
     return train(tmp_path_factory.mktemp("five"), model, 1, ["--num-steps=5"])
 
 
+def goes_on(resumed: Trained, whole: Trained) -> None:
+    # The next step shows the weights, the one after it the optimizer's state.
+    assert resumed.losses == pytest.approx(whole.losses[3:], abs=_TOLERANCE)
+    assert resumed.grad_norms == pytest.approx(whole.grad_norms[3:], abs=_TOLERANCE)
+    largest = max(
+        float((resumed.weights[name] - whole.weights[name]).abs().max()) for name in whole.weights
+    )
+    assert largest <= _WEIGHT_TOLERANCE
+
+
 @pytest.mark.parametrize("grid", ["one", "tp2", "ep2", "pp2"])
 def test_another_grid_goes_on_with_the_next_step(
     tmp_path: Path, model: Path, saved: Path, five_alone: Trained, grid: str
 ) -> None:
     num_ranks, arguments = (1, []) if grid == "one" else GRIDS[grid]
     arguments = [*arguments, "--num-steps=5", f"--resume={saved}"]
-    resumed = train(tmp_path, model, num_ranks, arguments)
-    # The next step shows the weights, the one after it the optimizer's state.
-    assert resumed.losses == pytest.approx(five_alone.losses[3:], abs=_TOLERANCE)
-    assert resumed.grad_norms == pytest.approx(five_alone.grad_norms[3:], abs=_TOLERANCE)
-    largest = max(
-        float((resumed.weights[name] - five_alone.weights[name]).abs().max())
-        for name in five_alone.weights
-    )
-    assert largest <= _WEIGHT_TOLERANCE
+    goes_on(train(tmp_path, model, num_ranks, arguments), five_alone)
+
+
+def test_ranks_that_share_optimizer_state_save_it_too(
+    tmp_path: Path, model: Path, five_alone: Trained
+) -> None:
+    """Two expert-parallel ranks: each has its experts' state alone, and half of the rest."""
+    folder = tmp_path / "checkpoints"
+    arguments = [*GRIDS["ep2"][1], "--num-steps=5", f"--save={folder}"]
+    assert train(tmp_path, model, 2, arguments).save_error == ""
+    goes_on(train(tmp_path, model, 1, ["--num-steps=5", f"--resume={folder}"]), five_alone)
 
 
 def test_a_rank_that_cannot_write_fails_the_save_of_all_and_they_train_on(
