@@ -276,8 +276,8 @@ void RingSender::WaitForEach(const Done& done, const std::string& what, double t
   if (WaitUntil(header_, all_done, timeout_s)) return;
   for (uint32_t i = 0; i < header_->num_receivers; ++i) {
     if (receiver_state(i) != ReceiverState::kFailed && !done(i)) {
-      Drop(i, "receiver " + std::to_string(i) + " " + what + " within " + Seconds(timeout_s) +
-                  " (it has released " + std::to_string(num_consumed(i)) + " buckets)");
+      Drop(i, std::string("it ") + what + " within " + Seconds(timeout_s) + " (it has released " +
+                  std::to_string(num_consumed(i)) + " buckets)");
     }
   }
 }

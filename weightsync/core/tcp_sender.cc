@@ -64,7 +64,7 @@ struct TcpSender::State {
     if (window.changed.wait_until(*lock, After(timeout_s), all_done)) return;
     for (uint32_t i = 0; i < peers.size(); ++i) {
       if (is_failed(peers[i]) || done(peers[i])) continue;
-      LeaveOut(i, "receiver " + std::to_string(i) + " " + what + " within " + Seconds(timeout_s) +
+      LeaveOut(i, std::string("it ") + what + " within " + Seconds(timeout_s) +
                       " (it has released " + std::to_string(peers[i].consumed) + " buckets)");
     }
   }
@@ -131,8 +131,8 @@ struct TcpSender::State {
     const std::lock_guard lock(window.mutex);
     peer.control = nullptr;
     if (!is_aborted) {
-      LeaveOut(hello.index, "receiver " + std::to_string(hello.index) + ": " + status.message +
-                                " after " + std::to_string(peer.consumed) + " buckets");
+      LeaveOut(hello.index,
+               status.message + " after " + std::to_string(peer.consumed) + " buckets");
     }
   }
 

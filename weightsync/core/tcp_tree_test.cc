@@ -266,7 +266,7 @@ TEST_P(TcpTreeTest, WhoIsLateIsLeftOutAndNamed) {
   ASSERT_TRUE(sender_->Finish(kTimeoutS).ok());
   EXPECT_TRUE(other.get());
   EXPECT_EQ(sender_->receiver_error(0),
-            "receiver 0 did not free a buffer for bucket 2 (x) within 0.3 s (it has released 0 "
+            "it did not free a buffer for bucket 2 (x) within 0.3 s (it has released 0 "
             "buckets)");
   EXPECT_FALSE(sender_->was_touched(0));
   EXPECT_FALSE(Take(slow.get(), 0, 1));
