@@ -4,8 +4,9 @@
 
 A tiny Qwen3-MoE is trained a little, published to an engine of the same dtype, and samples. The
 trainer then scores the sampled tokens, routing freely and replaying the engine's experts. After that
-it takes RL steps on further samples of the same version, and scores the first ones again: effective
-sample sizes at a staleness of 0, 1, 2 and 4 updates. Metrics are those of diagnostics.py, by name.
+it takes RL steps, at the default rate, on further samples of the same version, and scores the first
+ones again: effective sample sizes at a staleness of 0, 1, 2 and 4 updates. Metrics are those of
+diagnostics.py, by name.
 `routing_differs` is the share of (token, layer) pairs where the two chose unlike sets of experts.
 """
 

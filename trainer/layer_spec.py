@@ -188,7 +188,7 @@ class RoutedLayer(TransformerLayer):
     """A layer that replays the experts of its pack, or notes those that it chose.
 
     Only the choice is replayed: weights of the chosen experts come from the router's own scores, so
-    that it is trained (LOSSES.md section 7, R3). Each pass brings its pack along, a recomputed one
+    that it is trained (R3, arXiv 2510.11370). Each pass brings its pack along, a recomputed one
     too, so that it does not matter which packs are under way.
     """
 

@@ -113,6 +113,18 @@ def test_layers_that_are_computed_again_replay_the_same_choice(
     assert all(map(torch.equal, ends[0][2], ends[1][2]))
 
 
+def test_recomputed_layers_replay_the_choice_of_their_own_pack(
+    model_dir: Path, device: Device
+) -> None:
+    learners = [make_learner(model_dir, device) for _ in range(2)]
+    turned = [dataclasses.replace(s, experts=(own_choice(learners[0], s) + 1) % 4) for s in rows()]
+    learners[1].policy.set_recompute(True)
+    # Several packs: each backward pass runs the layers again after the forward pass of its own.
+    updates = [learner.update(packs(turned, 30), mean_loss, 1) for learner in learners]
+    assert updates[1].loss == updates[0].loss
+    assert updates[1].grad_norm == pytest.approx(updates[0].grad_norm, rel=1e-6)
+
+
 def test_the_reference_of_a_kl_term_routes_freely(model_dir: Path, device: Device) -> None:
     learner = make_learner(model_dir, device)
     (micro,) = packs([dataclasses.replace(rows()[0], experts=None)])
