@@ -395,6 +395,9 @@ class TrainerConfig(_Settings):
     """Seeds data order and random state."""
     num_threads: int = Field(default=1, gt=0)
     """torch's intra-op threads on the CPU."""
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """Speed of one rank's device in `dtype`, in 10^12 operations a second, of which the metrics'
+    MFU is a share. None: what a matrix product reaches, measured when the process starts."""
     token_budget: int = Field(default=4096, gt=0)
     """Most tokens in a micro-batch; a longer sequence has one to itself."""
     logprob_chunk: int = Field(default=4096, gt=0)

@@ -50,6 +50,22 @@ class Device:
         if not self.is_cpu:
             torch.cuda.synchronize(self.torch_device)
 
+    def matmul_flops_per_s(self, dtype: torch.dtype) -> float:
+        """What a matrix product reaches here: the best of a few tries; takes milliseconds."""
+        import time
+
+        import torch
+
+        size, tries = (512, 5) if self.is_cpu else (8192, 20)
+        factor = torch.ones(size, size, dtype=dtype, device=self.torch_device)
+        best_s = float("inf")
+        for _ in range(tries):
+            begun = time.perf_counter()
+            factor @ factor
+            self.synchronize()
+            best_s = min(best_s, time.perf_counter() - begun)
+        return 2.0 * size**3 / best_s
+
     def host_group(self, timeout_s: float) -> dist.ProcessGroup | None:
         """All ranks, for what a thread of its own tells the others; None: there is one rank.
 

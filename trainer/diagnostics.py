@@ -7,7 +7,7 @@ tokens, d = old - rollout (trainer minus engine, in nats), w = exp(d), r = exp(n
   gap_engine_*           |d| over tokens whose weight_version equals the trainer's
   gap_*_k3_nats          mean(w - 1 - d), an estimate of KL(engine || trainer)
   ess_token_raw_*        (sum w)^2 / (N sum w^2) over tokens; `cap` uses the truncated w
-  ess_sequence_raw_*     the same over W_i = exp(sum d) of the B trajectories
+  ess_sequence_raw_*     the same over W_i = exp(sum d) of the B trajectories; `cap` as above
   clip_fraction_active   tokens whose gradient the trust region removes
   clip_fraction_any_side tokens whose r lies outside it
   tis_capped_fraction    tokens whose w is above the cap
@@ -106,6 +106,9 @@ def off_policy_metrics(
             np.minimum(d, log_cap)
         ),
         "ess_sequence_raw_rollout_to_trainer": effective_sample_size(per_sequence[lengths > 0]),
+        f"ess_sequence_cap{config.tis_cap:g}_rollout_to_trainer": effective_sample_size(
+            np.minimum(per_sequence[lengths > 0], log_cap)
+        ),
         "clip_fraction_active": float(((positive & high) | (negative & low)).mean()),
         "clip_fraction_any_side": float((high | low).mean()),
         "tis_capped_fraction": float((d > log_cap).mean()),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from trainer.diagnostics import (
     ActiveTokens,
     effective_sample_size,
     off_policy_metrics,
+    reference_metrics,
     staleness_histogram,
 )
 
@@ -55,6 +57,25 @@ def tokens(versions: np.ndarray | None = None) -> ActiveTokens:
 def test_metric_matches_the_case(metric: str, case: str) -> None:
     got = off_policy_metrics(tokens(), LossConfig(), weight_version=1)
     assert got[metric] == pytest.approx(WANTED[case], abs=1e-12)
+
+
+def test_figures_by_hand() -> None:
+    """Two trajectories of one and two tokens; the second is four times as likely as it was."""
+    d = np.log([1.0, 2.0, 2.0])
+    zero = np.zeros(3)
+    batch = ActiveTokens(
+        new=d, old=d, rollout=zero, advantage=zero, sequence=np.array([0, 1, 1]), versions=zero + 1
+    )
+    got = off_policy_metrics(batch, LossConfig(tis_cap=1.5), weight_version=1)
+    assert got["ess_sequence_raw_rollout_to_trainer"] == pytest.approx(5**2 / (2 * 17))
+    assert got["ess_sequence_cap1.5_rollout_to_trainer"] == pytest.approx(2.5**2 / (2 * 3.25))
+    assert got["ess_token_cap1.5_rollout_to_trainer"] == pytest.approx(4**2 / (3 * 5.5))
+    assert got["gap_engine_p99_nats"] == pytest.approx(math.log(2))
+    held = reference_metrics(d, zero, LossConfig(kl="k3", kl_k3_cap=0.15))
+    assert held["kl_reference_k1_nats"] == pytest.approx(2 * math.log(2) / 3)
+    assert held["kl_reference_k2_nats"] == pytest.approx(math.log(2) ** 2 / 3)
+    assert held["kl_reference_k3_nats"] == pytest.approx(2 * (math.log(2) - 0.5) / 3)
+    assert held["kl_k3_capped_fraction"] == pytest.approx(2 / 3)
 
 
 def test_engine_gap_counts_only_tokens_of_the_current_version() -> None:

@@ -36,6 +36,7 @@ class Share:
     trained_lengths: list[int] = dataclasses.field(default_factory=list)  # of each trajectory
     num_trajectories: int = 0  # with a trained token
     num_tokens: int = 0
+    num_token_pairs: int = 0  # of tokens of one sequence; what attention costs grows with it
     num_branches: dict[str, int] = dataclasses.field(default_factory=dict)  # group_id -> trained
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     trajectories: list[bytes] = dataclasses.field(default_factory=list)  # TrainedTrajectory
@@ -174,6 +175,7 @@ def build(
         share,
         num_trajectories=num_here,
         num_tokens=sum(len(s.token_ids) for s in chosen),
+        num_token_pairs=sum(len(s.token_ids) ** 2 for s in chosen),
         trajectories=[told.SerializeToString() for told in told_here],
     )
     shares = exchange(share)
@@ -190,6 +192,7 @@ def build(
         "num_trajectories": float(num_trajectories),
         "num_trained_tokens": float(sum(lengths)),
         "num_tokens": float(sum(other.num_tokens for other in shares)),
+        "num_token_pairs": float(sum(other.num_token_pairs for other in shares)),
         "advantage_abs_mean": float(np.mean(np.abs(every_advantage))) if every_advantage else 0.0,
     }
     if rewards:

@@ -17,7 +17,7 @@ from trainer.rl_test import group, run_until
 from trainer.stage_runner import StageRequest, StageRunner
 from trainer.testbed import ManagerThread, copy_rows
 
-LIVE = ("time_", "num_groups_ready_left")
+LIVE = ("time_", "mfu_", "tokens_per_s", "num_groups_ready_left")
 NUM_STEPS = 4
 DIED_AFTER = 2
 

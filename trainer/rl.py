@@ -89,6 +89,7 @@ class RlStage:
             except NonFiniteError as error:
                 clock.lap("update")
                 self._trip(f"step {step}: {error}")
+                clock.lap("other")  # it may have been paused for hours
                 trained = None
                 batch = batch.left_out((g.group_id for g in claimed.groups), "non_finite")
             clock.lap("update")
@@ -99,14 +100,15 @@ class RlStage:
             scalars["num_groups_ready_left"] = float(claimed.num_groups_ready_left)
             scalars["lineage"] = float(self._runner.lineage)
             verdict = self._guards.observe(step, scalars)
-            scalars |= verdict.scalars
+            scalars |= verdict.scalars | clock.scalars()
+            scalars |= self._runner.throughput.scalars(scalars)
             self._runner.step_done(
                 StepRecord(
                     self._name,
                     step,
                     published,
                     time.time(),
-                    scalars | clock.scalars(),
+                    scalars,
                     batch.staleness,
                     clock.spans,
                 ),

@@ -129,6 +129,12 @@ def test_steps_train_publish_and_acknowledge(
     assert "gap_engine_mean_nats" not in second.scalars
     parts = [v for k, v in first.scalars.items() if k.startswith("time_") and k != "time_step_s"]
     assert sum(parts) == pytest.approx(first.scalars["time_step_s"])
+    assert {f"time_{part}_s" for part in ("wait", "logprob", "update", "publish")} <= (
+        first.scalars.keys()
+    )
+    assert first.scalars["num_tokens"] == 10
+    assert first.scalars["tokens_per_s"] == pytest.approx(10 / first.scalars["time_step_s"])
+    assert first.scalars["mfu_update_estimate"] > first.scalars["mfu_step_estimate"] > 0
     after = runner.learner.logprobs(
         batch.make_micro_batches(
             [batch.from_proto(manager.manager.sequences["good1"][0], VOCAB)],

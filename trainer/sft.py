@@ -120,6 +120,7 @@ class SupervisedStep:
             "grad_norm": update.grad_norm,
             "lr": update.lr,
             "num_tokens": float(sum(len(s.token_ids) for s in chosen)),
+            "num_token_pairs": float(sum(len(s.token_ids) ** 2 for s in chosen)),
             "num_trained_tokens": float(num_trained),
             "num_micro_batches": float(len(micros)),
         }
@@ -151,5 +152,5 @@ class SupervisedStage:
             scalars = self._work.update(step)
             clock.lap("update")
             scalars |= clock.scalars()
-            scalars["tokens_per_s"] = scalars["num_tokens"] / max(scalars["time_step_s"], 1e-9)
+            scalars |= self._runner.throughput.scalars(scalars)
             self._runner.step_done(StepRecord(self._name, step, 0, time.time(), scalars))

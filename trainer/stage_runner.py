@@ -25,10 +25,11 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from proto import rollout_pb2
 from rollout.client import RolloutError
-from trainer import gap, hf_export
+from trainer import architecture, gap, hf_export, ranks
 from trainer.checkpoint import Progress
 from trainer.checkpoint_saver import Saved, in_thread
 from trainer.config import TrainerConfig
@@ -47,6 +48,7 @@ from trainer.metrics_log import MetricsLog, StepRecord
 from trainer.rl import RlStage
 from trainer.sft import SupervisedStage
 from trainer.team import Team
+from trainer.throughput import Throughput
 from trainer.version_steps import VersionSteps
 
 _log = logging.getLogger(__name__)
@@ -108,6 +110,13 @@ class StageRunner:
         fetch = None if link is None else link.fetch
         self.work = GridWork(config, device, fetch, self._team, self._tell_saved, start_save)
         self.learner = self.work.learner
+        self.throughput = Throughput(
+            architecture.read_config(config.model_dir),
+            config.peak_tflops * 1e12
+            if config.peak_tflops
+            else device.matmul_flops_per_s(getattr(torch, config.dtype)),
+            ranks.num_ranks(),
+        )
         self.metrics = MetricsLog(config.run_dir / "metrics")
         self._loaded = self.work.loaded
         self._progress = self._loaded.progress if self._loaded else Progress()
