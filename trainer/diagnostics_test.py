@@ -64,7 +64,12 @@ def test_figures_by_hand() -> None:
     d = np.log([1.0, 2.0, 2.0])
     zero = np.zeros(3)
     batch = ActiveTokens(
-        new=d, old=d, rollout=zero, advantage=zero, sequence=np.array([0, 1, 1]), versions=zero + 1
+        new=d,
+        old=d,
+        rollout=zero,
+        advantage=zero,
+        sequence=np.array([0, 1, 1]),
+        versions=np.ones(3, np.int64),
     )
     got = off_policy_metrics(batch, LossConfig(tis_cap=1.5), weight_version=1)
     assert got["ess_sequence_raw_rollout_to_trainer"] == pytest.approx(5**2 / (2 * 17))
