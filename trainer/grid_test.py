@@ -130,15 +130,18 @@ def test_replayed_experts_train_the_same_on_a_grid(
     assert abs(replayed.losses[0] - alone.losses[0]) > 100 * _TOLERANCE
 
 
-@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen3", False)])
-def test_a_dense_model_trains_the_same_on_a_grid(tmp_path: Path, family: str, tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "tied", "grid"), [("llama", True, "pp2"), ("qwen3", False, "tp2")]
+)
+def test_a_dense_model_trains_the_same_on_a_grid(
+    tmp_path: Path, family: str, tied: bool, grid: str
+) -> None:
     settings = testbed.FAMILIES[family] | {"tie_word_embeddings": tied}
     model = testbed.write_model(tmp_path / "model", scale=4.0, **settings)
     for name in ("alone", "grid"):
         (tmp_path / name).mkdir()
     alone = train(tmp_path / "alone", model, 1, [])
-    grid = ["--tensor-parallel=2", "--pipeline-parallel=2"]
-    assert_same_training(model, alone, train(tmp_path / "grid", model, 4, grid))
+    assert_same_training(model, alone, train(tmp_path / "grid", model, *GRIDS[grid]))
 
 
 def test_thirty_steps_give_the_same_curve_bit_for_bit_and_the_committed_one(
