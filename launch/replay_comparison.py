@@ -19,6 +19,8 @@ _NOT_COMPARED = (
     "weight_version",
     "num_groups_ready_left",
     "lineage",
+    "mfu_",
+    "tokens_per_s",
     "spans",
     "time_",
     "guard_",

@@ -16,7 +16,10 @@ def row(step: int, **more: object) -> dict[str, object]:
 
 def test_times_versions_and_neighbours_are_not_compared():
     other = row(1, weight_version=0, finished_at=9.0, time_step_s=4.0, time_wait_s=1.0)
-    got = compare([row(1, num_groups_ready_left=3.0, lineage=1.0)], [other])
+    got = compare(
+        [row(1, num_groups_ready_left=3.0, lineage=1.0, tokens_per_s=2.0, mfu_step_estimate=0.1)],
+        [other],
+    )
     assert got.equal
     assert got.steps == (1,)
     assert got.num_values == 4  # step, loss, grad_norm, staleness_histogram
