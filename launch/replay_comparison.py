@@ -19,6 +19,7 @@ _NOT_COMPARED = (
     "weight_version",
     "num_groups_ready_left",
     "lineage",
+    "publish_to_first_token_s",
     "mfu_",
     "tokens_per_s",
     "spans",

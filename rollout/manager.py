@@ -49,6 +49,7 @@ from rollout.errors import (
 )
 from rollout.evaluations import Evaluations
 from rollout.experts import read_layout
+from rollout.first_tokens import FirstTokens
 from rollout.group_filter import CauseKind, cause_kind
 from rollout.kv_keys import KvKeys
 from rollout.leases import Leases
@@ -89,6 +90,7 @@ class RolloutManager:
         self.batches = BatchTable(ledger, self.attempts)
         self.evaluations = Evaluations(ledger, self.attempts)
         layout = read_layout(config.engines.model_path) if config.engines.routed_experts else None
+        self.first_tokens = FirstTokens()
         self.sessions = Sessions(config, self.attempts, self.evaluations, tokens, layout)
         self.admission = TurnAdmission(
             config.scheduler, KvKeys(config.engines.kv_policy), monotonic
@@ -257,6 +259,7 @@ class RolloutManager:
         if total_length is None:
             self.admission.release(ticket_id)
         else:
+            self.first_tokens.observe(turn)
             self.admission.finish(ticket_id, total_length)
 
     async def release_ticket(self, ticket_id: str, engine_failed: bool, detail: str) -> None:

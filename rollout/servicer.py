@@ -259,6 +259,7 @@ class RolloutServicer(pb_grpc.RolloutManagerServicer):
             num_groups_ready_left=manager.batches.num_ready(),
             max_staleness=manager.config.max_staleness,
             republish_requested=batch_id is None,
+            first_tokens=manager.first_tokens.messages(),
         )
         if batch_id is not None:
             reply.batch_id = batch_id

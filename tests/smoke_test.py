@@ -103,6 +103,15 @@ def test_versions_are_on_every_step_and_grow(finished):
     assert versions == [3, 4, 5]
 
 
+def test_the_time_from_an_update_to_its_first_token_is_told(finished):
+    lines = (finished[1] / "metrics" / "rl.jsonl").read_text().splitlines()
+    delays = [step.get("publish_to_first_token_s") for step in map(json.loads, lines)]
+    assert delays[0] is None
+    known = [delay for delay in delays if delay is not None]
+    assert known
+    assert all(0 < delay < 120 for delay in known)
+
+
 def test_a_steps_parts_add_up(finished):
     lines = (finished[1] / "metrics" / "rl.jsonl").read_text().splitlines()
     for step in map(json.loads, lines):

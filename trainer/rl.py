@@ -64,6 +64,7 @@ class RlStage:
         self._work = runner.work.rl_step()
         self._selection = Selection(runner, link, self._config.evaluation)
         self._guards = Guards(self._config.guards)
+        self._updated_at_s: dict[int, float] = {}  # version -> when its update was done; Unix time
 
     def run(self, completed_steps: int, num_steps: int) -> None:
         """Trains steps completed_steps + 1 to num_steps.
@@ -79,6 +80,7 @@ class RlStage:
         for step in range(completed_steps + 1, num_steps + 1):
             clock = StepClock(self._clock)
             claimed = self._next_batch(step, clock)
+            latency = self._latency(claimed)
             consumed_version = self._runner.weight_version
             batch = self._fetch(claimed)
             clock.lap("fetch")
@@ -93,12 +95,16 @@ class RlStage:
                 trained = None
                 batch = batch.left_out((g.group_id for g in claimed.groups), "non_finite")
             clock.lap("update")
+            updated_at_s = time.time()
             published = self._runner.publish_to_stage() if trained is not None else 0
             clock.lap("publish")
+            if published:
+                self._updated_at_s[published] = updated_at_s
             self._ack(claimed, batch, step, consumed_version)
             scalars = _scalars(batch, trained)
             scalars["num_groups_ready_left"] = float(claimed.num_groups_ready_left)
             scalars["lineage"] = float(self._runner.lineage)
+            scalars |= latency
             verdict = self._guards.observe(step, scalars)
             scalars |= verdict.scalars | clock.scalars()
             scalars |= self._runner.throughput.scalars(scalars)
@@ -117,6 +123,22 @@ class RlStage:
             self._heed(verdict, is_last=step == num_steps)
             self._selection.after(step, num_steps)
         self._selection.end(num_steps)
+
+    def _latency(self, claimed: rollout_pb2.NextBatchReply) -> dict[str, float]:
+        """From an update's end to the first token that a turn began with its version, of the newest
+        that is known and was not told yet. Engines wait for no batch with it; only the telling does.
+        """
+        told: dict[str, float] = {}
+        for first in sorted(claimed.first_tokens, key=lambda f: f.weight_version):
+            updated_at_s = self._updated_at_s.get(first.weight_version)
+            if updated_at_s is not None:
+                sampled_at_s = first.sampled_at.ToNanoseconds() / 1e9
+                told["publish_to_first_token_s"] = sampled_at_s - updated_at_s
+                # This one is told, and those before it will not be.
+                self._updated_at_s = {
+                    v: at for v, at in self._updated_at_s.items() if v > first.weight_version
+                }
+        return told
 
     def _heed(self, verdict: Verdict, is_last: bool) -> None:
         if verdict.left:

@@ -102,6 +102,9 @@ def test_steps_train_publish_and_acknowledge(
     runner = make_runner(tmp_path, model_dir, device, manager, recompute_old_logprobs=recompute)
     manager.manager.add_batch(group(runner, 1, version=5))
     manager.manager.add_batch(group(runner, 2, version=5))
+    first_token = manager.manager.replies[1].first_tokens.add(weight_version=6)
+    first_token.sampled_at.FromNanoseconds(int((time.time() + 1000.0) * 1e9))
+    manager.manager.replies[1].first_tokens.add(weight_version=5)  # no update's
     manager.manager.num_refusals = 1
     before = runner.learner.logprobs(
         batch.make_micro_batches(
@@ -127,6 +130,8 @@ def test_steps_train_publish_and_acknowledge(
     assert first.scalars["ess_token_raw_rollout_to_trainer"] == pytest.approx(1.0)
     assert second.scalars["gap_total_mean_nats"] > 1e-3
     assert "gap_engine_mean_nats" not in second.scalars
+    assert "publish_to_first_token_s" not in first.scalars
+    assert 900.0 < second.scalars["publish_to_first_token_s"] <= 1000.0
     parts = [v for k, v in first.scalars.items() if k.startswith("time_") and k != "time_step_s"]
     assert sum(parts) == pytest.approx(first.scalars["time_step_s"])
     assert {f"time_{part}_s" for part in ("wait", "logprob", "update", "publish")} <= (

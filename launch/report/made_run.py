@@ -137,7 +137,7 @@ def _rl(random: np.random.Generator, num_steps: int) -> list[dict[str, Any]]:
                 "gap_engine_mean_nats": 4e-8, "gap_total_max_nats": 0.8, "gap_engine_max_nats": 6e-6,
                 "ess_token_raw_rollout_to_trainer": 0.998, "ess_sequence_raw_rollout_to_trainer": 0.93,
                 "ess_token_cap2_rollout_to_trainer": 0.999, "tis_capped_fraction": 0.002,
-                "clip_fraction_active": 0.001, "time_step_s": sum(parts.values()),
+                "clip_fraction_active": 0.001, "publish_to_first_token_s": 0.9 + 0.1 * random.random(), "time_step_s": sum(parts.values()),
                 **{f"time_{part}_s": seconds for part, seconds in parts.items()},
                 **({"guard_left_max_grad_norm": 1.0, "guard_tripped": 1.0} if step == 33 else {}),
             }

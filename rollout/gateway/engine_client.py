@@ -48,6 +48,8 @@ class Generation:
     finish: str
     cached_tokens: int
     engine_queued_s: float
+    # Unix seconds by the engine's clock; 0: it did not tell. Of a continued turn, the first part's.
+    first_token_at_s: float = 0.0
     # RoutedExperts.ids at the tokens from Routing.start to the last but one.
     experts: bytes = b""
 
@@ -67,6 +69,7 @@ class Generation:
             finish=later.finish,
             cached_tokens=self.cached_tokens,
             engine_queued_s=self.engine_queued_s + later.engine_queued_s,
+            first_token_at_s=self.first_token_at_s or later.first_token_at_s,
             experts=self.experts + later.experts,
         )
 
@@ -197,6 +200,8 @@ def parse_generation(answer: Any, url: str) -> Generation:
             spans = [Span(int(meta["weight_version"]), 0, len(ids))]
         queued_s = float(meta.get("queue_time") or 0.0)
         cached = int(meta.get("cached_tokens") or 0)
+        latency_s = float(meta.get("first_token_latency") or 0.0)
+        first_token_at_s = float(meta["request_received_ts"]) + latency_s if latency_s else 0.0
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise EngineLostError(
             f"{url} answered 200 without what a turn needs: {type(error).__name__}: {error}"
@@ -210,4 +215,4 @@ def parse_generation(answer: Any, url: str) -> Generation:
         )
     if finish not in ("stop", "length", "abort"):
         raise EngineLostError(f"{url} answered with the unknown finish reason {finish!r}")
-    return Generation(ids, logprobs, spans, finish, cached, queued_s)
+    return Generation(ids, logprobs, spans, finish, cached, queued_s, first_token_at_s)

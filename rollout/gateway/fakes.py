@@ -51,6 +51,8 @@ def generation(
             "output_token_logprobs": [[-(i + 1) / 8, token, None] for i, token in enumerate(ids)],
             "cached_tokens": 0,
             "queue_time": 0.0,
+            "request_received_ts": 1000.0,
+            "first_token_latency": 0.25,
             **routed,
             "weight_version": str(spans[-1][0]) if spans else "1",
             "weight_versions": [

@@ -79,6 +79,8 @@ def to_record(
     record.timings.queued.FromNanoseconds(int(timing.queued_s * 1e9))
     record.timings.generating.FromNanoseconds(int(timing.generating_s * 1e9))
     record.timings.engine_queued.FromNanoseconds(int(timing.engine_queued_s * 1e9))
+    if generation.first_token_at_s:
+        record.timings.first_token_at.FromNanoseconds(int(generation.first_token_at_s * 1e9))
     return record
 
 

@@ -107,8 +107,14 @@ def step_table(data: RunData) -> Table:
                 "100.0 %",
             )
         )
+    delays = [row[_FIRST_TOKEN] for row in data.rl if _FIRST_TOKEN in row]
+    if delays:
+        figures = (float(np.mean(delays)), float(np.median(delays)), max(delays))
+        rows.append(("update to first token", *(f"{v:.2f}" for v in figures), ""))
     return Table(
-        "step-parts", "Parts of a step, s", "", ("part", "mean", "median", "worst", "share"), rows,
+        "step-parts", "Parts of a step, s",
+        "Update to first token: from an update's end until a turn begins to be sampled with it; no "
+        "part of the step." if delays else "", ("part", "mean", "median", "worst", "share"), rows,
         numeric=(1, 2, 3, 4), wide=False,
     )  # fmt: skip
 
@@ -195,6 +201,8 @@ def long_tail(attempts: Sequence[Row]) -> Figure:
         wide=True,
     )
 
+
+_FIRST_TOKEN = "publish_to_first_token_s"
 
 OVERLAP_ROWS = {
     "max_staleness": ("max_staleness", "versions"),
