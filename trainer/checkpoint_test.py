@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,8 +30,16 @@ def make_learner(folder: Path, device: Device) -> Learner:
 
 
 def run(
-    tmp_path: Path, name: str, model: Path, num_steps: int, stop_after: int, dtype: str = "float32"
+    tmp_path: Path,
+    name: str,
+    model: Path,
+    num_steps: int,
+    stop_after: int,
+    dtype: str = "float32",
+    *,
+    is_killed: bool = False,
 ) -> dict:
+    """What the run says of itself; {} when it is killed after a save."""
     config = tmp_path / f"{name}.json"
     data = tmp_path / "data.sequences"
     if not data.exists():
@@ -44,10 +53,13 @@ def run(
     config.write_text(json.dumps(settings))
     command = [sys.executable, "-P", "-W", "ignore", "-m", "trainer.testbed_run"]
     arguments = [str(config), str(data), str(num_steps), str(stop_after)]
+    arguments += ["--kill"] if is_killed else []
     done = subprocess.run(
         [*command, *arguments], capture_output=True, text=True, timeout=240, check=False
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == (-signal.SIGKILL if is_killed else 0), done.stderr[-2000:]
+    if is_killed:
+        return {}
     result: dict = json.loads(done.stdout.splitlines()[-1])
     return result
 
@@ -63,6 +75,17 @@ def test_three_steps_a_new_process_and_three_more_equal_six(
     assert first["losses"] == {k: whole["losses"][k] for k in "123"}
     assert second["losses"] == whole["losses"]
     assert first["weights"] != whole["weights"]
+    assert second["weights"] == whole["weights"]
+
+
+def test_a_process_that_is_killed_after_a_save_goes_on_bit_for_bit(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    whole = run(tmp_path, "whole", model_dir, 6, 0)
+    run(tmp_path, "killed", model_dir, 6, 3, is_killed=True)
+    second = run(tmp_path, "killed", model_dir, 6, 0)
+    assert second["completed"] == 3
+    assert second["losses"] == whole["losses"]
     assert second["weights"] == whole["weights"]
 
 

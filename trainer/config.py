@@ -26,10 +26,22 @@ class GridConfig(_Settings):
     data_parallel: int = Field(default=1, gt=0)
     """Copies of the model, each on part of the batch."""
 
+    context_parallel: int = Field(default=1, gt=0)
+    """Ranks that share a sequence: 1, there is no more yet."""
+
     @property
     def num_ranks(self) -> int:
         """Processes of the trainer."""
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+
+    @model_validator(mode="after")
+    def _no_context_parallelism(self) -> GridConfig:
+        if self.context_parallel != 1:
+            raise ValueError(
+                f"grid.context_parallel is {self.context_parallel}: sequences are not split over "
+                "ranks; set it to 1. Long ones fit by trainer.recompute and trainer.logprob_chunk"
+            )
+        return self
 
     @model_validator(mode="after")
     def _experts_are_shared_out(self) -> GridConfig:
@@ -387,6 +399,9 @@ class TrainerConfig(_Settings):
     grid: GridConfig = GridConfig()
     """How the model is split over ranks. The trainer starts the others itself, on its own host, unless
     torchrun or the like started it: then WORLD_SIZE must be the grid's number of ranks."""
+    layers: Literal["torch", "transformer_engine"] = "torch"
+    """What layers are made of. torch: ours, on any device (layer_spec.py). transformer_engine: the
+    library's, on GPUs; untested, for lack of one, and not in our environments."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations, of what is exported and of what engines are sent: set
     `rollout.engines.dtype` alike. With bfloat16 the optimizer's own weights, sums of gradients, the

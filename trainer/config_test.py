@@ -30,6 +30,7 @@ def test_json_round_trip() -> None:
     ("settings", "message"),
     [
         ({"grid": {"expert_parallel": 4}}, "grid.expert_parallel is 4"),
+        ({"grid": {"context_parallel": 2}}, "trainer.recompute"),
         ({"rl": {"loss": {"norm": "constant"}}}, "set loss.constant_length"),
         ({"rl": {"loss": {"objective": "recompute_only"}}}, "wrong for stale data"),
         ({"rl": {"loss": {"kl_coef": 0.1}}}, "set loss.kl to 'k2' or 'k3'"),
@@ -38,7 +39,17 @@ def test_json_round_trip() -> None:
         ({"weight_sync": {"bucket_byte": 10}}, "weight_sync.bucket_byte"),
         ({"weight_sync": {"tcp": {"fan_out": 0}}}, "weight_sync.tcp.fan_out"),
     ],
-    ids=["grid", "constant", "recompute_only", "kl", "dtype", "transport", "unknown", "fan_out"],
+    ids=[
+        "grid",
+        "context",
+        "constant",
+        "recompute_only",
+        "kl",
+        "dtype",
+        "transport",
+        "unknown",
+        "fan_out",
+    ],
 )
 def test_bad_settings_say_what_to_do(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):

@@ -65,7 +65,9 @@ class GridWork:
         self.config = config
         self.team = team
         self._fetch = fetch
-        policy = Policy(config.model_dir, config.grid, device, config.seed, config.dtype)
+        policy = Policy(
+            config.model_dir, config.grid, device, config.seed, config.dtype, config.layers
+        )
         if config.rl.routing_replay and policy.experts is None:
             raise BadRequestError(
                 f"trainer.rl.routing_replay is on, but the model in {config.model_dir} has no "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from mbridge.core import LLMBridge
@@ -87,6 +87,7 @@ class HfBridge(LLMBridge):
     }
 
     _DIRECT_MAPPING: dict[str, str]
+    _layers: Literal["torch", "transformer_engine"] = "torch"
 
     def _adjust_mapping_for_shared_weights(self) -> None:
         # mbridge's own versions change the mapping of the class, for all models to come.
@@ -105,16 +106,20 @@ class HfBridge(LLMBridge):
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
         del vp_stage
-        return layer_spec.layer_spec(self.config)
+        return layer_spec.layer_spec(self.config, self._layers)
 
-    def build(self) -> Any:
-        """Makes this rank's GPTModel; its weights are not meaningful until `load`."""
+    def build(self, layers: Literal["torch", "transformer_engine"] = "torch") -> Any:
+        """Makes this rank's GPTModel; its weights are not meaningful until `load`.
+
+        Args: layers are those of TrainerConfig.layers.
+        """
+        self._layers = layers
         model = self._model_provider([])(
             parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
         )
         # Each layer knows its own (RoutedLayer); the list would keep models alive.
         RouterReplay.clear_global_router_replay_instances()
-        if hasattr(model, "rotary_pos_emb"):
+        if layers == "torch" and hasattr(model, "rotary_pos_emb"):
             model.rotary_pos_emb.__class__ = layer_spec.PackedRotary
         return model
 

@@ -8,7 +8,7 @@ were used. Shapes: T tokens of a pack, N heads, D head size, H hidden size.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -217,8 +217,12 @@ def _own_tokens(rows: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
     return rows.chunk(config.tensor_model_parallel_size)[rank]
 
 
-def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Returns the decoder's layers for this rank's pipeline stage."""
+def layer_spec(
+    config: TransformerConfig, layers: Literal["torch", "transformer_engine"] = "torch"
+) -> TransformerBlockSubmodules:
+    """Returns the decoder's layers for this rank's pipeline stage: ours, or Transformer Engine's."""
+    if layers == "transformer_engine":
+        return _transformer_engine_spec(config)
     spec: ModuleSpec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,
@@ -227,14 +231,33 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     )
     if config.moe_enable_routing_replay:
         spec.module = RoutedLayer
-    layers = spec.submodules
-    layers.input_layernorm = RMSNorm
-    layers.pre_mlp_layernorm = RMSNorm
-    attention = layers.self_attention.submodules
+    parts = spec.submodules
+    parts.input_layernorm = RMSNorm
+    parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(
         layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm
+    )
+
+
+def _transformer_engine_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """megatron's own layers. Untested: the library wants a GPU."""
+    from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+
+    spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+    )
+    if config.moe_enable_routing_replay:
+        spec.module = RoutedLayer
+    return TransformerBlockSubmodules(
+        layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=TENorm
     )

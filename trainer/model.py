@@ -7,6 +7,7 @@ tokens are projected onto the vocabulary (`logprob.linear_logprobs`).
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -51,13 +52,19 @@ class Policy:
         device: Device,
         seed: int,
         dtype: Literal["float32", "bfloat16"] = "float32",
+        layers: Literal["torch", "transformer_engine"] = "torch",
     ) -> None:
         """Builds the model of `model_dir`/config.json; `load_hf` or a checkpoint fills it.
 
         Raises:
-          BadRequestError: config.json is missing, `architecture.check` refuses it, or the grid has
-            expert-parallel ranks and the model no experts.
+          BadRequestError: config.json is missing, `architecture.check` refuses it, the grid has
+            expert-parallel ranks and the model no experts, or `layers` are not installed.
         """
+        if importlib.util.find_spec(layers) is None:
+            raise BadRequestError(
+                f"trainer.layers is {layers!r}, which is not installed here: install it, or set it "
+                "to 'torch'"
+            )
         self.device = device
         self.model_dir = model_dir
         self._config = architecture.read_config(model_dir)
@@ -78,7 +85,7 @@ class Policy:
         bridge = BRIDGES[self._config["architectures"][0]]
         self._bridge = bridge(self.hf_config, dtype=getattr(torch, dtype))
         self.config = self._bridge.config
-        self.module = self._bridge.build()
+        self.module = self._bridge.build(layers)
         self.ddp = DistributedDataParallel(
             self.config,
             DistributedDataParallelConfig(

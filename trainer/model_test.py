@@ -107,6 +107,8 @@ def test_folders_that_cannot_be_used_are_named(tmp_path: Path, device: Device) -
     with pytest.raises(BadRequestError, match="init_model"):
         Policy(bare, GridConfig(), device, seed=0).load_hf()
     dense = testbed.write_model(tmp_path / "dense", **testbed.FAMILIES["llama"])
+    with pytest.raises(BadRequestError, match="'transformer_engine', which is not installed"):
+        Policy(dense, GridConfig(), device, seed=0, layers="transformer_engine")
     with pytest.raises(BadRequestError, match="expert_parallel=2, but the model .* no experts"):
         Policy(dense, GridConfig(data_parallel=2, expert_parallel=2), device, seed=0)
 

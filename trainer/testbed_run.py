@@ -1,8 +1,9 @@
 """Runs a supervised stage in a process of its own and prints what it did, for tests.
 
-    python -P -m trainer.testbed_run CONFIG.json DATA.sequences NUM_STEPS STOP_AFTER
+    python -P -m trainer.testbed_run CONFIG.json DATA.sequences NUM_STEPS STOP_AFTER [--kill]
 
-Stops with a checkpoint after step STOP_AFTER; 0 runs to the end. Prints JSON: losses by step
+Stops with a checkpoint after step STOP_AFTER; 0 runs to the end. With --kill it saves and is killed
+(SIGKILL) there. Prints JSON: losses by step
 (as hex floats) and a digest of the weights.
 """
 
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -36,7 +39,14 @@ def main() -> int:
 
     def stop_at_step() -> None:
         if stop_after and len(runner.metrics.since("sft", 1)) >= stop_after:
-            runner.stop(save_checkpoint=True)
+            if "--kill" in sys.argv:
+                runner.submit(save_and_die)
+            else:
+                runner.stop(save_checkpoint=True)
+
+    def save_and_die() -> None:
+        runner.save()
+        os.kill(os.getpid(), signal.SIGKILL)
 
     runner.metrics.add_listener(stop_at_step)
     watcher = threading.Thread(target=stop_when_due, daemon=True)
