@@ -9,11 +9,8 @@ holds is one line on stderr and exit status 2.
 from __future__ import annotations
 
 import argparse
-import functools
 import logging
-import secrets
 import sys
-import time
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -23,7 +20,6 @@ from proto.serving import (
     ServingError,
     add_serving_arguments,
     fail,
-    make_server,
     run_service,
     serving_config,
     termination_event,
@@ -35,33 +31,11 @@ from rollout.config import RolloutConfig
 async def run(config: RolloutConfig, serving: ServingConfig, address_file: Path | None) -> None:
     """Serves until SIGTERM or SIGINT. Raises ServingError or RolloutError when it cannot start."""
     # Imported here, so that --help and a bad configuration answer at once.
-    from proto import rollout_pb2_grpc as pb_grpc
-    from rollout.engines.engine_pool import EnginePool
-    from rollout.ledger import Ledger
-    from rollout.manager import RolloutManager
-    from rollout.servicer import SERVICE_NAME, RolloutServicer
-    from rollout.token_store import TokenStore
+    from rollout.assembly import manager_server, open_manager
 
     stop = termination_event()
-    fsync = config.durability == "power"
-    path = config.run_dir / "ledger.db"
-    ledger = Ledger(path, fsync=fsync, lock_wait_s=config.lock_wait_s)
-    manager = RolloutManager(
-        config=config,
-        ledger=ledger,
-        tokens=TokenStore(config.run_dir / "tokens", fsync=fsync),
-        pool=EnginePool(config.engines, config.run_dir, config.run_dir / "logs", time.monotonic),
-        clock=time.time,
-        monotonic=time.monotonic,
-        make_key=functools.partial(secrets.token_urlsafe, 32),
-    )
-    server = make_server(
-        serving,
-        lambda grpc_server: pb_grpc.add_RolloutManagerServicer_to_server(
-            RolloutServicer(manager), grpc_server
-        ),
-        [SERVICE_NAME],
-    )
+    manager = open_manager(config)
+    server = manager_server(manager, serving)
 
     try:
         manager.recover()

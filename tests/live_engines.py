@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import os
-import secrets
 import sys
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,23 +26,19 @@ from aiohttp import web
 
 from bazel.environments import PYTHON
 from proto import rollout_pb2 as pb
-from proto import rollout_pb2_grpc as pb_grpc
 from proto import trajectory_pb2 as tpb
 from proto.free_ports import free_ports
-from proto.serving import ServingConfig, dial, make_server
+from proto.serving import ServingConfig, dial
+from rollout.assembly import manager_server, open_manager
 from rollout.client import RolloutClient
 from rollout.config import RolloutConfig
-from rollout.engines.engine_pool import EnginePool
 from rollout.engines.tiny_moe import CONFIG, VOCAB
 from rollout.gateway.app import Gateway
 from rollout.gateway.chat_template import ChatTemplate
 from rollout.gateway.config import GatewayConfig
 from rollout.gateway.engine_client import EngineClient
 from rollout.gateway.tiny_tokenizer import SPECIALS, TINY, write_model
-from rollout.ledger import Ledger
 from rollout.manager import RolloutManager
-from rollout.servicer import SERVICE_NAME, RolloutServicer
-from rollout.token_store import TokenStore
 
 END_OF_TURN = SPECIALS.index("<|im_end|>")
 _START_S = 240.0
@@ -208,20 +201,8 @@ async def open_world(folder: Path, kv_policy: Literal["flush", "keep"]) -> Async
     )
     config.run_dir.mkdir()
     async with contextlib.AsyncExitStack() as stack:
-        manager = RolloutManager(
-            config,
-            Ledger(config.run_dir / "ledger.db", fsync=False),
-            TokenStore(config.run_dir / "tokens", fsync=False),
-            EnginePool(config.engines, config.run_dir, config.run_dir / "logs", time.monotonic),
-            clock=time.time,
-            monotonic=time.monotonic,
-            make_key=functools.partial(secrets.token_urlsafe, 32),
-        )
-        server = make_server(
-            ServingConfig(),
-            lambda s: pb_grpc.add_RolloutManagerServicer_to_server(RolloutServicer(manager), s),
-            [SERVICE_NAME],
-        )
+        manager = open_manager(config)
+        server = manager_server(manager, ServingConfig())
         manager.recover()
         stack.push_async_callback(manager.close)
         address = await server.start()

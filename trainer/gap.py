@@ -56,13 +56,8 @@ def measure(
         device,
     )
     scored = learner.logprobs(micros)
-    # Ranks of one tensor-parallel group hold the same tokens, earlier pipeline stages none.
-    holds = (
-        parallel_state.is_pipeline_last_stage()
-        and parallel_state.get_tensor_model_parallel_rank() == 0
-    )
     own = None
-    if holds:
+    if ranks.holds_tokens():
         own = (
             torch.cat(scored).cpu(),
             torch.cat([m.rollout for m in micros]).cpu(),

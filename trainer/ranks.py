@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from trainer.errors import RankFailedError
 
@@ -24,6 +25,16 @@ def num_ranks() -> int:
 def is_first() -> bool:
     """True on the rank that names, seals and deletes."""
     return num_ranks() == 1 or dist.get_rank() == 0
+
+
+def holds_tokens() -> bool:
+    """True on one rank of each data-parallel share: the first of its tensor-parallel group, in the
+    last pipeline stage. The others hold the same log-probs, or none.
+    """
+    return (
+        parallel_state.is_pipeline_last_stage()
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+    )
 
 
 def from_first(work: Callable[[], _T], group: Any = None) -> _T:

@@ -184,12 +184,7 @@ class RlStep:
             return result.loss
 
         update = self._learner.update(self._micros, loss_of, step, with_entropy=True)
-        # Ranks of one tensor-parallel group hold the same tokens, earlier pipeline stages none.
-        holds = (
-            parallel_state.is_pipeline_last_stage()
-            and parallel_state.get_tensor_model_parallel_rank() == 0
-        )
-        own = self._tokens(batch, update, num_rejected, kl) if holds else None
+        own = self._tokens(batch, update, num_rejected, kl) if ranks.holds_tokens() else None
         gathered = [part for part in ranks.to_first(own) if part is not None]
         return self._figures(gathered, update) if gathered else {}
 
