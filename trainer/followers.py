@@ -23,6 +23,7 @@ from proto.free_ports import free_ports
 
 _log = logging.getLogger(__name__)
 _END_S = 30.0
+_GRACE_S = 3.0
 _PARENT = "SWE_RL_TRAINER_PARENT"
 _PR_SET_PDEATHSIG = 1
 
@@ -100,6 +101,7 @@ def following(num_ranks: int, config_file: Path, timeout_s: float) -> Iterator[N
 def _watch(rank: int, process: subprocess.Popen[bytes], ending: threading.Event) -> None:
     """Ends this process when a rank has ended by itself: nobody can train without it."""
     code = process.wait()
-    if not ending.is_set():
+    # What ended it may be ending this rank as well, which has the better words for it.
+    if not ending.wait(_GRACE_S):
         _log.error("rank %d ended with exit code %d, and so does the trainer", rank, code)
         os._exit(1)

@@ -94,6 +94,17 @@ def run_rl(runner: StageRunner, num_steps: int) -> None:
     assert runner.status().state == "finished", runner.status().error
 
 
+def test_weights_are_published_though_no_further_batch_is_ready(
+    tmp_path: Path, model_dir: Path, device: Device, manager: ManagerThread
+) -> None:
+    runner = make_runner(tmp_path, model_dir, device, manager)
+    manager.manager.add_batch(group(runner, 1, version=1))
+    runner.run_stage(StageRequest("rl", "rl", "", 2))
+    run_until(runner, lambda: len(manager.manager.asked) >= 2)
+    assert manager.publisher.versions == [1, 2]
+    assert [request.weight_version for request in manager.manager.asked[:2]] == [1, 2]
+
+
 @pytest.mark.parametrize("recompute", [False, True], ids=["old_from_update", "old_recomputed"])
 def test_steps_train_publish_and_acknowledge(
     tmp_path: Path, model_dir: Path, device: Device, manager: ManagerThread, recompute: bool

@@ -296,6 +296,15 @@ async def test_no_rank_outlives_the_others(tmp_path: Path, victim: str) -> None:
         trainer.kill()
 
 
+def test_settings_that_no_rank_can_use_are_one_line(tmp_path: Path) -> None:
+    folder = prepare(tmp_path / "run")
+    (folder / "model" / "config.json").unlink()
+    trainer = Trainer.start(folder, "", {"data_parallel": 2})
+    code, errors = trainer.end()
+    assert code == 2
+    assert f"error: cannot read {folder}/model/config.json" in errors
+
+
 def test_a_number_of_ranks_that_is_not_the_grids_is_refused(tmp_path: Path) -> None:
     folder = prepare(tmp_path / "run")
     config = folder / "trainer.json"
