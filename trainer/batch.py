@@ -116,6 +116,9 @@ def from_proto(record: trajectory_pb2.TokenSequence, vocab_size: int) -> Sequenc
         versions[span.start : span.end] = span.weight_version
     if sampled and (mask & (versions == 0)).any():
         raise BadSequenceError(f"attempt {owner}: a trained token lies in no version span")
+    banned = np.asarray(record.sampling.banned_token_ids, np.int64)
+    if banned.size and (int(banned.min()) < 0 or int(banned.max()) >= vocab_size):
+        raise BadSequenceError(f"attempt {owner}: a banned id is outside of [0, {vocab_size})")
     temperature = record.sampling.temperature if record.HasField("sampling") else 1.0
     return Sequence(
         attempt_id=record.attempt_id,
@@ -149,11 +152,18 @@ def _experts(
     return typed.reshape(-1, layout.num_layers, layout.top_k)
 
 
+_POSITIVE = 1e-3
+"""A log-prob above this is none: rounding stays far below."""
+_TEMPERATURES = (0.01, 100.0)
+"""What anybody samples with."""
+
+
 def broken_reason(sequence: Sequence, layout: ExpertLayout | None = None) -> str:
     """Why a sampled sequence cannot be trained; empty when it can.
 
-    A non-finite log-prob, a banned id among the trained ones, or greedy sampling would turn
-    the loss into NaN or infinity: the trajectory is rejected and counted, not repaired. With
+    A log-prob that is missing, not finite or of no probability, a banned id among the trained ones,
+    or a temperature out of the ordinary would turn the loss into NaN or nonsense: the trajectory is
+    rejected and counted, not repaired. With
     `layout` its experts are to be replayed, and must be choices that the model can make.
     """
     if layout is not None and (reason := broken_experts(sequence, layout)):
@@ -161,6 +171,10 @@ def broken_reason(sequence: Sequence, layout: ExpertLayout | None = None) -> str
     trained = sequence.loss_mask
     if not np.isfinite(sequence.rollout_logprobs[trained]).all():
         return "nonfinite_rollout_logprob"
+    if (sequence.rollout_logprobs[trained] > _POSITIVE).any():
+        return "positive_rollout_logprob"
+    if (sequence.versions[trained] == 0).any():
+        return "no_rollout_logprob"
     if (
         sequence.sampling.banned_ids
         and np.isin(sequence.token_ids[trained], sequence.sampling.banned_ids).any()
@@ -168,6 +182,8 @@ def broken_reason(sequence: Sequence, layout: ExpertLayout | None = None) -> str
         return "banned_id_sampled"
     if sequence.sampling.temperature <= 0:
         return "greedy"
+    if not _TEMPERATURES[0] <= sequence.sampling.temperature <= _TEMPERATURES[1]:
+        return "temperature"
     return ""
 
 

@@ -2,7 +2,7 @@
 
     checkpoints/000007-rl-40/   manifest.json, *.distcp, .metadata, metadata.json
                 .partial-NAME   is being written          .deleted-NAME   is being deleted
-                .refused-NAME   did not verify; the newest of these stays to be looked at
+                .refused-NAME   did not verify; those of the last start stay to be looked at
 
 A checkpoint is written to a hidden folder, synced, given its manifest, and renamed. The manifest
 holds the SHA-256 of every file and of itself; a load verifies all, and where they do not match, says
@@ -125,13 +125,14 @@ class CheckpointStore:
         return ranks.from_first(self._latest)
 
     def _latest(self) -> Checkpoint | None:
+        earlier = list(self._folder.glob(_REFUSED + "*"))
         for path in reversed(self.paths()):
             try:
                 return verify(path)
             except CorruptCheckpointError as error:
                 aside = self._folder / (_REFUSED + path.name)
                 _log.error("checkpoint refused, the one before is used: %s", error)
-                for old in self._folder.glob(_REFUSED + "*"):
+                for old in earlier:
                     shutil.rmtree(old, ignore_errors=True)
                 path.rename(aside)
                 _log.error("%s is now %s: delete it once you have looked at it", path, aside)

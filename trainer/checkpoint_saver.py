@@ -78,6 +78,7 @@ class CheckpointSaver:
         self._start = start
         self._clock = clock
         self._group = device.host_group(timeout_s)
+        self._is_group_broken = False
         self._running: _InFlight | None = None
 
     @property
@@ -93,7 +94,10 @@ class CheckpointSaver:
         """
         begun_s = self._clock()
         folder, taken = self._take(learner, progress)
-        saved = self._write(taken, folder, progress, 0.0)
+        try:
+            saved = self._write(taken, folder, progress, 0.0)
+        finally:
+            self._renew_group()
         return dataclasses.replace(saved, blocked_s=self._clock() - begun_s)
 
     def begin(self, learner: Learner, progress: Progress) -> None:
@@ -151,7 +155,17 @@ class CheckpointSaver:
         if not ranks.all_true(future.done(), self._device.torch_device):
             return None
         self._running = None
+        self._renew_group()
         return future.result()
+
+    def _renew_group(self) -> None:
+        """A group in which one rank came too late once lets nobody through any more."""
+        if self._group is None or ranks.all_true(
+            not self._is_group_broken, self._device.torch_device
+        ):
+            return
+        self._group = self._device.host_group(self._timeout_s)
+        self._is_group_broken = False
 
     def _take(self, learner: Learner, progress: Progress) -> tuple[Path, Snapshot]:
         if self._running is not None:
@@ -181,6 +195,7 @@ class CheckpointSaver:
         except CheckpointWriteError:
             raise
         except Exception as error:
+            self._is_group_broken = True
             if ranks.is_first():
                 self._store.discard(folder)
             raise CheckpointWriteError(

@@ -57,7 +57,7 @@ class GridConfig(_Settings):
 class OptimConfig(_Settings):
     """AdamW and its learning-rate schedule, for one stage."""
 
-    lr: float = Field(default=3e-4, gt=0)
+    lr: float = Field(default=3e-4, gt=0, le=1)
     """Peak learning rate."""
     warmup_steps: int = Field(default=3, ge=0)
     """Steps of linear warm-up; the first step has lr / warmup_steps."""
@@ -91,7 +91,7 @@ class SupervisedConfig(_Settings):
 class PretrainOptimConfig(OptimConfig):
     """Defaults that teach a tiny model to copy."""
 
-    lr: float = Field(default=3e-3, gt=0)
+    lr: float = Field(default=3e-3, gt=0, le=1)
     """Peak learning rate."""
     warmup_steps: int = Field(default=10, ge=0)
     """Steps of linear warm-up; the first step has lr / warmup_steps."""
@@ -111,7 +111,7 @@ class PretrainConfig(SupervisedConfig):
 class SftOptimConfig(OptimConfig):
     """Defaults for a short stage on demonstrations."""
 
-    lr: float = Field(default=5e-4, gt=0)
+    lr: float = Field(default=5e-4, gt=0, le=1)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.01, ge=0)
     """Decoupled decay of matrices; norms are never decayed."""
@@ -129,7 +129,7 @@ class SftConfig(SupervisedConfig):
 class RlOptimConfig(OptimConfig):
     """Defaults for RL: a constant rate after the warm-up."""
 
-    lr: float = Field(default=2e-4, gt=0)
+    lr: float = Field(default=2e-4, gt=0, le=1)
     """Peak learning rate."""
     final_lr_fraction: float = Field(default=1.0, ge=0, le=1)
     """The rate falls linearly over the stage to this fraction of the peak; 1 keeps it."""
@@ -406,9 +406,9 @@ class TrainerConfig(_Settings):
     """Type of weights and activations, of what is exported and of what engines are sent: set
     `rollout.engines.dtype` alike. With bfloat16 the optimizer's own weights, sums of gradients, the
     router's scores and the softmax stay float32."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Seeds data order and random state."""
-    num_threads: int = Field(default=1, gt=0)
+    num_threads: int = Field(default=1, gt=0, le=1024)
     """torch's intra-op threads on the CPU."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """Speed of one rank's device in `dtype`, in 10^12 operations a second, of which the metrics'
@@ -436,7 +436,7 @@ class TrainerConfig(_Settings):
     """Weights in one file of an export; more go into several files with an index."""
     sequences_per_fetch: int = Field(default=256, gt=0)
     """Attempts asked for in one FetchSequences call."""
-    collective_timeout_s: float = Field(default=600.0, gt=0)
+    collective_timeout_s: float = Field(default=600.0, gt=0, le=86400)
     """How long a collective waits for a missing rank."""
     manager_timeout_s: float = Field(default=60.0, gt=0)
     """Deadline of short calls to the manager."""

@@ -22,6 +22,7 @@ class Device:
 
     type: str  # torch device type; ROCm's torch calls its devices "cuda" too
     backend: str  # torch.distributed backend
+    collective_timeout_s: float = 600.0  # how long a collective waits for a rank
 
     @property
     def is_cpu(self) -> bool:
@@ -89,12 +90,12 @@ def enter(num_threads: int, collective_timeout_s: float) -> Device:
     import torch.distributed as dist
 
     if torch.cuda.is_available():
-        device = Device("cuda", "nccl")
+        device = Device("cuda", "nccl", collective_timeout_s)
         torch.cuda.set_device(device.torch_device)
     else:
         from trainer import cpu_compat
 
-        device = Device("cpu", "gloo")
+        device = Device("cpu", "gloo", collective_timeout_s)
         cpu_compat.install()
     torch.set_num_threads(num_threads)
     if not dist.is_initialized():

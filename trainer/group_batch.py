@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Container, Iterable, Mapping
 
 import numpy as np
@@ -99,6 +100,7 @@ def build(
     unreadable: Mapping[str, str] | None = None,
     replayed: ExpertLayout | None = None,
     own: Container[str] | None = None,
+    malformed: Container[str] = (),
     exchange: Callable[[Share], list[Share]] = lambda share: [share],
 ) -> GroupBatch:
     """Chooses what is trained.
@@ -114,6 +116,7 @@ def build(
       replayed: the model's experts, where the engines' choices are replayed: a trajectory without
         them is rejected. None: choices that were recorded are left out.
       own: attempt_ids that are this rank's; None: all.
+      malformed: attempt_ids whose records break the contract; they are rejected.
       exchange: gives what every data-parallel rank made of its own.
     """
     groups = list(groups)
@@ -136,7 +139,8 @@ def build(
     rewards: list[float] = []
     oldest: list[int] = []
     for group in groups:
-        members = [m for m in group.members if m.HasField("reward")]
+        # A reward that is no number is as good as none.
+        members = [m for m in group.members if m.HasField("reward") and math.isfinite(m.reward)]
         counts["num_groups"] += 1
         counts["num_members_masked"] += group.num_masked + len(group.members) - len(members)
         rewards += [m.reward for m in members]
@@ -152,6 +156,15 @@ def build(
         found: collections.Counter[str] = collections.Counter()
         for member, advantage in zip(members, advantages, strict=True):
             if own is not None and member.attempt_id not in own:
+                continue
+            if member.attempt_id in malformed:
+                found["num_trajectories_rejected_malformed"] += 1
+                told_here.append(
+                    rollout_pb2.TrainedTrajectory(
+                        attempt_id=member.attempt_id, untrained_reason="malformed"
+                    )
+                )
+                share.trained_lengths.append(0)
                 continue
             branches, told = _trainable(
                 by_attempt[member.attempt_id],

@@ -157,3 +157,28 @@ def test_a_trajectory_whose_experts_cannot_be_replayed_is_rejected_and_counted()
     without = build(groups)
     assert len(without.sequences) == 3
     assert all(s.experts is None for s in without.sequences)
+
+
+def test_rewards_that_are_no_numbers_are_as_good_as_none() -> None:
+    got = build({"g": [member("a", float("nan")), member("b", 1.0), member("c", 0.0)]})
+    assert [s.attempt_id for s in got.sequences] == ["b", "c"]
+    assert got.scalars["num_members_masked"] == 1
+    assert got.scalars["reward_mean"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"logprobs": [0, 50.0, -1.0]}, "positive_rollout_logprob"),
+        ({"logprobs": None}, "no_rollout_logprob"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": 1e-30}, "temperature"),
+    ],
+)
+def test_what_no_engine_can_have_sampled_is_rejected_and_counted(
+    changes: dict[str, Any], reason: str
+) -> None:
+    got = build({"g": [member("a", 1.0, **changes), member("b", 0.0)]})
+    assert [s.attempt_id for s in got.sequences] == ["b"]
+    assert got.scalars[f"num_trajectories_rejected_{reason}"] == 1

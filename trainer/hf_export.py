@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from trainer.errors import BadRequestError
 from trainer.hf_import import INDEX_NAME
 
 SHARD_BYTES = 4 * 2**30
@@ -62,6 +64,23 @@ def write(
     return len(weights.shard_of), weights.num_bytes
 
 
+def check_replaceable(path: Path) -> None:
+    """Raises BadRequestError unless `path` is free, or holds nothing but a model folder's files."""
+    if not path.exists() and not path.is_symlink():
+        return
+    suffixes = {pattern[1:] for pattern in _COMPANIONS} | {".safetensors"}
+    others = [
+        child.name
+        for child in (sorted(path.iterdir()) if path.is_dir() else [path])
+        if child.is_dir() or child.suffix not in suffixes
+    ]
+    if others:
+        raise BadRequestError(
+            f"an export would replace {path}, which is no folder of a model (it holds {others[0]}): "
+            "name another path, or remove it"
+        )
+
+
 class _Weights:
     """The safetensors files of one folder."""
 
@@ -105,7 +124,10 @@ class _Weights:
 
     def _write(self) -> None:
         path = self._path(self._num_shards)
-        save_file(self._held, path, metadata={"format": "pt"})
+        try:
+            save_file(self._held, path, metadata={"format": "pt"})
+        except SafetensorError as error:  # its own class also for a full disk
+            raise OSError(f"{path.parent}: {error}") from error
         path.chmod(0o644)  # safetensors makes it private
         self._held, self._held_bytes = {}, 0
         self._num_shards += 1

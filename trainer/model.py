@@ -74,12 +74,14 @@ class Policy:
                 f"the grid has expert_parallel={grid.expert_parallel}, but the model in {model_dir} "
                 "has no experts; set it to 1"
             )
+        _check_divides(self._config, grid)
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=grid.tensor_parallel,
                 pipeline_model_parallel_size=grid.pipeline_parallel,
                 expert_model_parallel_size=grid.expert_parallel,
                 expert_tensor_parallel_size=1,
+                distributed_timeout_minutes=device.collective_timeout_s / 60,
             )
         model_parallel_cuda_manual_seed(seed)
         bridge = BRIDGES[self._config["architectures"][0]]
@@ -203,6 +205,22 @@ class Policy:
         if banned_V is not None:
             banned |= banned_V[ids.clamp(max=self.vocab_size - 1)]
         return VocabShard(parallel_state.get_tensor_model_parallel_group(), first), banned
+
+
+def _check_divides(config: dict[str, Any], grid: GridConfig) -> None:
+    """Raises BadRequestError for a grid that cannot share the model out evenly."""
+    shared = [
+        ("tensor_parallel", grid.tensor_parallel, name)
+        for name in ("vocab_size", "num_attention_heads", "num_key_value_heads", "hidden_size")
+    ]
+    shared.append(("pipeline_parallel", grid.pipeline_parallel, "num_hidden_layers"))
+    shared.append(("expert_parallel", grid.expert_parallel, "num_experts"))
+    for axis, size, name in shared:
+        if size > 1 and config.get(name, 0) % size:
+            raise BadRequestError(
+                f"grid.{axis} is {size}, which does not divide the model's {name} {config[name]}: "
+                "set it to a divisor"
+            )
 
 
 def _transformers_config(model_dir: Path, config: dict[str, Any]) -> Any:

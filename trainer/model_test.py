@@ -107,6 +107,12 @@ def test_folders_that_cannot_be_used_are_named(tmp_path: Path, device: Device) -
     with pytest.raises(BadRequestError, match="init_model"):
         Policy(bare, GridConfig(), device, seed=0).load_hf()
     dense = testbed.write_model(tmp_path / "dense", **testbed.FAMILIES["llama"])
+    for axis, size, name in (
+        ("tensor_parallel", 3, "vocab_size 40"),
+        ("pipeline_parallel", 3, "num_hidden_layers 2"),
+    ):
+        with pytest.raises(BadRequestError, match=f"grid.{axis} is {size}, .* {name}"):
+            Policy(dense, GridConfig(**{axis: size}), device, seed=0)
     with pytest.raises(BadRequestError, match="'transformer_engine', which is not installed"):
         Policy(dense, GridConfig(), device, seed=0, layers="transformer_engine")
     with pytest.raises(BadRequestError, match="expert_parallel=2, but the model .* no experts"):

@@ -29,6 +29,7 @@ from trainer import batch as batching
 from trainer import diagnostics, group_batch, loss, ranks
 from trainer.batch import MicroBatch
 from trainer.config import TrainerConfig
+from trainer.errors import BadSequenceError
 from trainer.group_batch import GroupBatch, Share
 from trainer.reference import Reference
 from trainer.step import Learner, Update
@@ -102,7 +103,7 @@ class RlStep:
         lost: dict[str, str] = {}
         for there in ranks.to_all(unreadable):
             lost |= there
-        vocab_size = self._learner.policy.vocab_size
+        sequences, malformed = self._checked(records)
 
         def aged(versions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
             distinct, inverse = np.unique(versions, return_inverse=True)
@@ -111,7 +112,7 @@ class RlStep:
         self._version = weight_version
         self._batch = group_batch.build(
             [group for group in groups if group.group_id not in lost],
-            ranks.in_step(lambda: [batching.from_proto(r, vocab_size) for r in records]),
+            sequences,
             self._config.rl,
             weight_version,
             max_staleness,
@@ -119,6 +120,7 @@ class RlStep:
             lost,
             self._learner.policy.experts if self._config.rl.routing_replay else None,
             {attempt for members in own for attempt in members},
+            malformed,
             _exchange,
         )
         self._pack(self._batch)
@@ -203,6 +205,20 @@ class RlStep:
                     _log.error("group %s is dropped: %s", group_id, error)
                     unreadable[group_id] = "corrupt_record"
             return records, unreadable
+
+    def _checked(
+        self, records: Iterable[trajectory_pb2.TokenSequence]
+    ) -> tuple[list[batching.Sequence], set[str]]:
+        """Sequences, without those of attempts with a record that breaks the contract, named beside."""
+        vocab_size = self._learner.policy.vocab_size
+        sequences, malformed = [], set()
+        for record in records:
+            try:
+                sequences.append(batching.from_proto(record, vocab_size))
+            except BadSequenceError as error:
+                _log.error("a trajectory is rejected: %s", error)
+                malformed.add(record.attempt_id)
+        return [s for s in sequences if s.attempt_id not in malformed], malformed
 
     def _fetch_groups(
         self, attempts: Iterable[Sequence[str]]

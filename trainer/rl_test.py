@@ -16,7 +16,7 @@ from proto import rollout_pb2 as rpb
 from trainer import batch, gap, testbed
 from trainer.config import GuardsConfig, LossConfig, RlConfig, RlOptimConfig, TrainerConfig
 from trainer.device import Device
-from trainer.errors import BadRequestError
+from trainer.errors import BadRequestError, StageConflictError
 from trainer.stage_runner import StageRequest, StageRunner
 from trainer.testbed import VOCAB, ManagerThread, record, with_experts
 
@@ -333,18 +333,6 @@ def test_an_asked_publication_is_tried_again(
     assert runner.publish().weight_version == 2
 
 
-def test_a_failed_stage_tells_why_and_keeps_the_process(
-    tmp_path: Path, model_dir: Path, device: Device, manager: ManagerThread
-) -> None:
-    runner = make_runner(tmp_path, model_dir, device, manager)
-    broken = sampled(runner, "a", 7, 1.0, 1)
-    broken.loss_mask = b"\x01"
-    manager.manager.add_batch({"g": [broken, sampled(runner, "b", 10, 0.0, 1)]})
-    runner.run_stage(StageRequest("rl", "rl", "", 1))
-    run_until(runner, lambda: runner.status().state == "failed")
-    assert "BadSequenceError: attempt 'a' branch 0: loss_mask has 1 B" in runner.status().error
-
-
 def test_gap_names_the_worst_token(
     tmp_path: Path, model_dir: Path, device: Device, manager: ManagerThread
 ) -> None:
@@ -390,3 +378,74 @@ def test_replay_of_a_model_without_experts_is_refused(
     dense = testbed.write_model(tmp_path / "dense", **testbed.FAMILIES["qwen3"])
     with pytest.raises(BadRequestError, match="has no experts; turn it off"):
         make_runner(tmp_path, dense, device, manager, routing_replay=True)
+
+
+@pytest.mark.parametrize("fault", ["vocabulary", "banned", "loss_mask"])
+def test_a_record_that_breaks_the_contract_costs_its_trajectory_only(
+    tmp_path: Path, model_dir: Path, device: Device, manager: ManagerThread, fault: str
+) -> None:
+    runner = make_runner(tmp_path, model_dir, device, manager)
+    batch_groups = group(runner, 1, version=1)
+    (good, bad) = batch_groups["g1"]
+    broken = type(bad)()
+    broken.CopyFrom(bad)
+    if fault == "vocabulary":
+        broken.token_ids = np.asarray([6, 8, 9, 10, VOCAB], "<i4").tobytes()
+    elif fault == "banned":
+        broken.sampling.banned_token_ids.append(VOCAB)
+    else:
+        broken.loss_mask = b"\x01"
+    manager.manager.add_batch({"g1": [good, bad]})
+    manager.manager.sequences[bad.attempt_id] = [broken]
+    run_rl(runner, 1)
+    (step,) = runner.metrics.since("rl", 1)
+    assert step.scalars["num_trajectories_rejected_malformed"] == 1
+    assert step.scalars["num_trajectories"] == 1
+    (ack,) = manager.manager.acked
+    told = {t.attempt_id: t.untrained_reason for t in ack.trajectories}
+    assert told == {good.attempt_id: "", bad.attempt_id: "malformed"}
+
+
+def test_a_failed_stage_tells_why_and_weights_of_its_unfinished_step_go_nowhere(
+    tmp_path: Path, model_dir: Path, device: Device, manager: ManagerThread
+) -> None:
+    runner = make_runner(tmp_path, model_dir, device, manager)
+    manager.manager.add_batch(group(runner, 1, version=1))
+    manager.manager.refuses_acks = True
+    runner.run_stage(StageRequest("rl", "rl", "", 1))
+    run_until(runner, lambda: runner.status().state == "failed", save_checkpoint=True)
+    assert "going down" in runner.status().error
+    ways = (runner.save, lambda: runner.export(tmp_path / "out"), runner.publish)
+    for way in (*ways, lambda: runner.measure_gap(["good1"], 0)):
+        with pytest.raises(StageConflictError, match="was not finished"):
+            way()
+    assert not (tmp_path / "out").exists()
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def test_an_export_replaces_a_model_folder_only(
+    tmp_path: Path, model_dir: Path, device: Device, manager: ManagerThread
+) -> None:
+    runner = make_runner(tmp_path, model_dir, device, manager)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.md").write_text("mine")
+    for taken in (tmp_path / "file", tmp_path / "notes"):
+        with pytest.raises(BadRequestError, match="is no folder of a model"):
+            runner.export(taken)
+    for own in (tmp_path / "run", tmp_path, model_dir):
+        with pytest.raises(BadRequestError, match="would replace"):
+            runner.export(own)
+    assert (tmp_path / "file").read_text() == "mine"
+    for _ in range(2):
+        runner.export(tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", ["", "../out", "a/b", ".hidden", "x" * 101])
+def test_a_stage_name_is_a_file_name(
+    tmp_path: Path, model_dir: Path, device: Device, manager: ManagerThread, name: str
+) -> None:
+    runner = make_runner(tmp_path, model_dir, device, manager)
+    with pytest.raises(BadRequestError, match="files are named after it"):
+        runner.run_stage(StageRequest("rl", name, "", 1))

@@ -184,6 +184,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         except TrainerError as error:
             code = STATUS_CODES.get(type(error), grpc.StatusCode.INTERNAL)
             await context.abort(code, str(error))
+        except OSError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"cannot write: {error}")
         except RolloutError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"the manager failed: {error}")
         raise AssertionError("abort raises")

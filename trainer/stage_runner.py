@@ -15,7 +15,9 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
+import os
 import queue
+import re
 import threading
 import time
 import uuid
@@ -53,6 +55,7 @@ from trainer.version_steps import VersionSteps
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 Kind = Literal["pretrain", "sft", "rl"]
 State = Literal["idle", "running", "paused", "finished", "failed"]
@@ -167,8 +170,13 @@ class StageRunner:
           BadRequestError: a request that cannot succeed.
           StageConflictError: another stage runs, or the last one failed.
         """
-        if request.num_steps <= 0 or not request.name:
-            raise BadRequestError("RunStage needs a name and num_steps above 0")
+        if request.num_steps <= 0:
+            raise BadRequestError(f"RunStage got num_steps {request.num_steps}, wanted 1 or more")
+        if not _STAGE_NAME.fullmatch(request.name):
+            raise BadRequestError(
+                f"RunStage got the name {request.name!r}: files are named after it, so want up to 100 "
+                "letters, digits, '.', '_' and '-', a letter or digit first"
+            )
         if request.kind == "rl" and self._link is None:
             raise BadRequestError("an RL stage needs manager_address in the trainer's config")
         with self._lock:
@@ -285,6 +293,7 @@ class StageRunner:
           PublishFailedError: no engine took them in time.
           RolloutError: the manager refused.
         """
+        self._check_sound()
         delay_s, give_up = 1.0, time.monotonic() + self.config.manager_retry_s
         while True:
             try:
@@ -359,6 +368,7 @@ class StageRunner:
         Raises:
           CheckpointWriteError: it could not be written.
         """
+        self._check_sound()
         return self.work.save(self._progress)
 
     def save_if_changed(self) -> Path | None:
@@ -388,6 +398,11 @@ class StageRunner:
         """Writes a Hugging Face folder; returns (tensors, bytes)."""
         if not path.is_absolute():
             raise BadRequestError(f"Export wants an absolute path, got {path}")
+        for mine in (self.config.run_dir, self.config.model_dir):
+            if mine.resolve().is_relative_to(path.resolve()):
+                raise BadRequestError(f"Export to {path} would replace {mine}: name another path")
+        hf_export.check_replaceable(path)
+        self._check_sound()
         with contextlib.closing(self.work.export()) as tensors:
             return hf_export.write(
                 tensors, self.config.model_dir, path, self.config.export_shard_bytes
@@ -395,6 +410,7 @@ class StageRunner:
 
     def measure_gap(self, attempt_ids: list[str], weight_version: int) -> gap.Gap:
         """See MeasureGap."""
+        self._check_sound()
         return self.work.measure_gap(attempt_ids, weight_version)
 
     # ---- inside ----------------------------------------------------------------------
@@ -479,6 +495,10 @@ class StageRunner:
             self._is_sound = False
             _log.exception("stage %s failed", request.name)
             self._set_state("failed", error=f"{type(error).__name__}: {error}")
+            if ranks.num_ranks() > 1:
+                # Nobody knows where the others are: a collective that waits for them may never end.
+                _log.error("the ranks are out of step, and the trainer ends")
+                os._exit(1)
         finally:
             self._end_saves()
 
@@ -501,6 +521,14 @@ class StageRunner:
     def _set_state(self, state: State, **changes: Any) -> None:
         with self._lock:
             self._status = dataclasses.replace(self._status, state=state, **changes)
+
+    def _check_sound(self) -> None:
+        """Raises StageConflictError for weights that are not those of a step that was booked."""
+        if not self._is_sound or self.learner.num_updates != self._booked_updates:
+            raise StageConflictError(
+                "the last step was not finished, and its weights are not the run's: stop the trainer "
+                "and start it again, which goes on from the newest checkpoint"
+            )
 
     def _wake(self) -> None:
         self._jobs.put(lambda: None)
