@@ -307,14 +307,17 @@ def _write_records(path: Path, magic: bytes, records: Iterable[Message]) -> int:
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
     count = 0
-    with partial.open("wb") as file:
-        file.write(magic)
-        for record in records:
-            data = record.SerializeToString()
-            file.write(_LENGTH.pack(len(data)))
-            file.write(data)
-            count += 1
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(magic)
+            for record in records:
+                data = record.SerializeToString()
+                file.write(_LENGTH.pack(len(data)))
+                file.write(data)
+                count += 1
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     return count
 
 

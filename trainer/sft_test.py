@@ -39,7 +39,7 @@ def test_a_toy_is_learned_in_thirty_steps(tmp_path: Path, device: Device) -> Non
     runner = make_runner(tmp_path, device)
     data = str(tmp_path / "data.sequences")
     assert runner.run_stage(StageRequest("sft", "sft", data, 30)) == 0
-    with pytest.raises(StageConflictError, match="'sft' runs"):
+    with pytest.raises(StageConflictError, match=r"'sft' \(sft\) runs"):
         runner.run_stage(StageRequest("sft", "other", data, 30))
     assert runner.run_stage(StageRequest("sft", "sft", data, 30)) == 0
     run(runner)
@@ -52,6 +52,12 @@ def test_a_toy_is_learned_in_thirty_steps(tmp_path: Path, device: Device) -> Non
     assert status.finished_stages == ("sft",)
     assert Path(status.latest_checkpoint).is_dir()
     assert runner.run_stage(StageRequest("sft", "sft", data, 30)) == 30
+    with pytest.raises(
+        BadRequestError, match="ended after 30 steps and is not taken up again for 31"
+    ):
+        runner.run_stage(StageRequest("sft", "sft", data, 31))
+    with pytest.raises(BadRequestError, match="data_path '/nowhere' is no file"):
+        runner.run_stage(StageRequest("sft", "other", "/nowhere", 30))
     events = list((tmp_path / "run" / "metrics" / "events" / "sft").iterdir())
     assert len(events) == 1
 

@@ -179,9 +179,20 @@ class StageRunner:
             )
         if request.kind == "rl" and self._link is None:
             raise BadRequestError("an RL stage needs manager_address in the trainer's config")
+        if request.kind != "rl" and not Path(request.data_path).is_file():
+            raise BadRequestError(
+                f"data_path {request.data_path!r} is no file: make one with "
+                "rollout.traces.import_jsonl or rollout.traces.build"
+            )
         with self._lock:
             current = self._status.stage
             if request.name in self._status.finished_stages:
+                done = self.metrics.since(request.name, 1)
+                if done and done[-1].step < request.num_steps:
+                    raise BadRequestError(
+                        f"stage {request.name!r} ended after {done[-1].step} steps and is not taken "
+                        f"up again for {request.num_steps}: give another name"
+                    )
                 return request.num_steps
             if self._status.state == "failed":
                 raise StageConflictError(
@@ -191,7 +202,8 @@ class StageRunner:
                 if (current.kind, current.name) == (request.kind, request.name):
                     return self._status.step
                 raise StageConflictError(
-                    f"stage {current.name!r} runs; wait until it ended to run {request.name!r}"
+                    f"stage {current.name!r} ({current.kind}) runs; wait until it ended to run "
+                    f"{request.name!r} ({request.kind})"
                 )
             same = self._progress.stage == request.name
             completed = self._progress.stage_step if same else 0

@@ -130,8 +130,19 @@ def read_conversations(
 def convert(
     template: ChatTemplate, source: Path, max_tokens: int | None, tool_calls: ToolCalls = "text"
 ) -> Iterator[trajectory_pb2.TokenSequence]:
-    """Records of the conversations of `source`; those above `max_tokens` ids are left out."""
+    """Records of the conversations of `source`; those above `max_tokens` ids are left out.
+
+    Raises TraceFormatError for a line that cannot be read, or whose calls the template has no form for.
+    """
+    knows_calls: bool | None = None
     for number, messages, tools in read_conversations(source, tool_calls):
+        if any(message.get("tool_calls") for message in messages):
+            knows_calls = _knows_calls(template) if knows_calls is None else knows_calls
+            if not knows_calls:
+                raise TraceFormatError(
+                    f"{source}, line {number}: it has tool calls, which the model's chat template "
+                    "leaves out: use --tool-calls text"
+                )
         try:
             yield training_record(
                 template,
@@ -143,6 +154,18 @@ def convert(
             )
         except RowTooLong as error:
             print(f"left out: {error}", file=sys.stderr)
+
+
+def _knows_calls(template: ChatTemplate) -> bool:
+    """Whether the template writes a call's name and arguments down."""
+    call = {"type": "function", "function": {"name": "probed", "arguments": {"key": "value"}}}
+    answer: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    try:
+        ids, _ = template.render_training([{"role": "user", "content": "q"}, answer])
+    except ChatTemplateError:
+        return False
+    text = template.decode(ids)
+    return "probed" in text and "value" in text
 
 
 def _content(message: Mapping[str, Any], number: int) -> str:

@@ -129,3 +129,18 @@ def test_a_bad_line_is_named_and_nothing_is_written(
     assert main(["--model", str(model), "--in", str(source), "--out", str(out)]) == 2
     assert "line 2" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_calls_that_the_template_leaves_out_are_refused_and_no_file_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    write_model_dir(model, seed=0)
+    source = tmp_path / "t.jsonl"
+    source.write_text(json.dumps({"messages": OPENAI}) + "\n")
+    args = ["--model", str(model), "--in", str(source), "--out", str(tmp_path / "t.sequences")]
+    assert main([*args, "--tool-calls", "template"]) != 0
+    assert "line 1: it has tool calls, which the model's chat template leaves out" in (
+        capsys.readouterr().err
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "t.jsonl"]
