@@ -179,11 +179,6 @@ class StageRunner:
             )
         if request.kind == "rl" and self._link is None:
             raise BadRequestError("an RL stage needs manager_address in the trainer's config")
-        if request.kind != "rl" and not Path(request.data_path).is_file():
-            raise BadRequestError(
-                f"data_path {request.data_path!r} is no file: make one with "
-                "rollout.traces.import_jsonl or rollout.traces.build"
-            )
         with self._lock:
             current = self._status.stage
             if request.name in self._status.finished_stages:
@@ -204,6 +199,11 @@ class StageRunner:
                 raise StageConflictError(
                     f"stage {current.name!r} ({current.kind}) runs; wait until it ended to run "
                     f"{request.name!r} ({request.kind})"
+                )
+            if request.kind != "rl" and not Path(request.data_path).is_file():
+                raise BadRequestError(
+                    f"data_path {request.data_path!r} is no file: make one with "
+                    "rollout.traces.import_jsonl or rollout.traces.build"
                 )
             same = self._progress.stage == request.name
             completed = self._progress.stage_step if same else 0
