@@ -30,7 +30,7 @@ from weightsync import _core
 from weightsync.config import TcpConfig, WeightSyncConfig
 from weightsync.errors import EpochFencedError, PeerLostError, PublishError
 from weightsync.plan import MAX_VERSION, Plan, TensorSpec, make_plan
-from weightsync.rank_store import Order, RankStore
+from weightsync.rank_store import Order, RankStore, listed
 from weightsync.transports import (
     Receiver,
     Sender,
@@ -185,7 +185,7 @@ class Broadcaster:
             problems = self._ranks.gather_problems(version)
             if problems:
                 self._ranks.give_order(Order(version, problems=problems))
-                raise PublishError(f"version {version} was called off: {_named(problems)}")
+                raise PublishError(f"version {version} was called off: {listed(problems)}")
             buckets = self._lead(plan, tensors, version, number, started_s)
         else:
             self._ranks.say_ready(version, "")
@@ -197,7 +197,7 @@ class Broadcaster:
             if order.problems:
                 raise PublishError(
                     f"rank {self._rank}: version {version} was called off: "
-                    + _named(order.problems)
+                    + listed(order.problems)
                 )
             buckets = self._follow(plan, tensors, order, number, started_s)
         return BroadcastResult(version, plan.total_bytes, time.monotonic() - started_s, buckets)
@@ -307,7 +307,7 @@ class Broadcaster:
             failed = _failed(sender, self._world)
             sender.close()
         if failed:
-            raise PublishError(f"version {version} did not reach every rank: {_named(failed)}")
+            raise PublishError(f"version {version} did not reach every rank: {listed(failed)}")
         return tuple(times)
 
     def _take(
@@ -359,11 +359,6 @@ def _failed(sender: Sender, world: int) -> dict[int, str]:
     """Rank -> reason, of those that did not take everything."""
     errors = {rank: sender.error(rank - 1) for rank in range(1, world)}
     return {rank: error for rank, error in errors.items() if error}
-
-
-def _named(problems: dict[int, str]) -> str:
-    """Rank -> reason, as text."""
-    return "; ".join(f"rank {rank}: {reason}" for rank, reason in problems.items())
 
 
 def _explained(error: ValidationError) -> str:

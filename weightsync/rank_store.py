@@ -87,7 +87,7 @@ class RankStore:
             }
         if problems:
             raise PlanMismatchError(
-                f"rank {self._rank}: the ranks' plans differ: " + _listed(problems)
+                f"rank {self._rank}: the ranks' plans differ: " + listed(problems)
             )
 
     def _difference(self, number: int, plan: Plan, first: dict[str, Any]) -> str:
@@ -185,7 +185,8 @@ class RankStore:
             ) from error
 
 
-def _listed(problems: dict[int, str]) -> str:
+def listed(problems: dict[int, str]) -> str:
+    """Rank -> reason, as text."""
     return "; ".join(f"rank {rank}: {text}" for rank, text in problems.items())
 
 
